@@ -102,19 +102,23 @@ class GenerationWorker(Protocol):
         """
         ...
 
-    def receive_weights(self, address: str, *, rank: int, num_receivers: int) -> Mapping[str, Any]:
-        """Take part in one refit as receiving rank ``rank`` of ``num_receivers``.
+    def num_receiving_ranks(self) -> int:
+        """Return how many ranks of this replica take part in a refit (1, or the engine's tensor parallel size)."""
+        ...
+
+    def receive_weights(self, address: str) -> Mapping[str, Any]:
+        """Take part in one refit with every rank of this replica.
+
+        Receiving ranks are counted from 1 over all replicas, in the order of the replicas; rank 0 is the sender.
 
         Args:
             address: ``host:port`` of the sender's listener.
-            rank: Receiving rank, counted from 1; rank 0 is the sender.
-            num_receivers: Number of receiving ranks over all replicas.
 
         Returns:
-            The receiver's report as plain data: ``version``, ``bytes``, ``tensors``, ``seconds``, ``digest``.
+            The report as plain data: ``version``, ``bytes``, ``tensors``, ``seconds``, ``digest``.
 
         Raises:
-            RefitError: If the refit failed; the weights are then invalid.
+            RefitError: If the refit failed.
         """
         ...
 

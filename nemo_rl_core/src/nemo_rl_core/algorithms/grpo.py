@@ -1,0 +1,188 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Group relative policy optimization (arXiv:2402.03300): the loop."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from nemo_rl_core.algorithms.mismatch import MismatchAlarm
+from nemo_rl_core.config.run import RunConfig
+from nemo_rl_core.data.batched_data_dict import BatchedDataDict
+from nemo_rl_core.objectives.advantages import group_advantages
+from nemo_rl_core.objectives.losses import LossSettings
+from nemo_rl_core.observability.timers import Timer
+from nemo_rl_core.policy.generation import Generation
+from nemo_rl_core.policy.policy import Policy
+from nemo_rl_core.policy.refit import RefitOutcome, Refitter
+from nemo_rl_core.protocols.generation import SamplingParams
+from nemo_rl_core.rollout.collect import Rollout, accuracy, collect, training_batch
+from nemo_rl_core.rollout.prompts import EncodedPrompt, PromptSampler
+from nemo_rl_core.rollout.tasks import Task
+
+__all__ = ["GRPO", "StepLog"]
+
+#: Receives a step's number and its metrics.
+StepLog = Callable[[int, Mapping[str, Any]], None]
+
+
+@dataclass(kw_only=True)
+class GRPO:
+    """The parts of a run. ``train`` is the loop; the other methods are its sentences.
+
+    Attributes:
+        config: The whole config.
+        policy: Handle on the train workers.
+        generation: Handle on the generation workers.
+        refitter: Moves weights from the one to the other.
+        task: What rewards completions.
+        tokenizer: Decodes them.
+        prompts: Says which prompts come next.
+        heldout: Prompts of validation.
+        sampling: How one rollout completion is sampled, but for its seed.
+        loss: What is minimised.
+        log: Receives every step's metrics.
+    """
+
+    config: RunConfig
+    policy: Policy
+    generation: Generation
+    refitter: Refitter
+    task: Task
+    tokenizer: PreTrainedTokenizerBase
+    prompts: PromptSampler
+    heldout: list[EncodedPrompt]
+    sampling: SamplingParams
+    loss: LossSettings
+    log: StepLog
+    alarm: MismatchAlarm = field(init=False)
+
+    def __post_init__(self) -> None:
+        """Set the alarm's bound."""
+        grpo = self.config.grpo
+        self.alarm = MismatchAlarm(bound=grpo.max_token_mult_prob_error, action=grpo.on_mismatch)
+
+    def train(self) -> None:
+        """Train for ``grpo.max_num_steps`` steps; step 0 records where the untrained policy stands."""
+        timer = Timer()
+        refit = self.refit(timer)
+        self.log(0, self.starting_point(timer) | _refit_metrics(refit) | timer.metrics())
+        for step in range(1, self.config.grpo.max_num_steps + 1):
+            timer = Timer()
+            rollout = self.roll_out(timer)
+            batch = self.prepare(rollout, timer)
+            trained = self.optimize(batch, timer)
+            refit = self.refit(timer)
+            validation = self.validate(timer) if self._validates_at(step) else {}
+            self.alarm.check(step, trained["token_mult_prob_error"], rollout.weight_versions)
+            metrics = _rollout_metrics(rollout) | _train_metrics(trained) | _refit_metrics(refit) | validation
+            self.log(step, metrics | _timing(rollout, timer))
+
+    def roll_out(self, timer: Timer) -> Rollout:
+        """Sample a group of completions for each of the next prompts and reward them."""
+        grpo = self.config.grpo
+        with timer.time("generation"):
+            return collect(
+                self.generation,
+                self.prompts.take(grpo.num_prompts_per_step),
+                [self.sampling] * grpo.num_generations_per_prompt,
+                self.task,
+                self.tokenizer,
+                on_reward_error=self.config.data.on_reward_error,
+            )
+
+    def prepare(self, rollout: Rollout, timer: Timer) -> BatchedDataDict:
+        """Add advantages and the logprobs of policy and reference to the sampled sequences."""
+        grpo = self.config.grpo
+        batch = training_batch(rollout, pad_id=self.tokenizer.pad_token_id)
+        batch["advantages"] = group_advantages(
+            batch.tensor("rewards"),
+            batch.tensor("group_ids"),
+            valid_B=batch.tensor("sample_mask") > 0,
+            normalize=grpo.normalize_rewards,
+            leave_one_out=grpo.use_leave_one_out_baseline,
+        )
+        with timer.time("policy_and_reference_logprobs"):
+            batch["prev_logprobs"] = self.policy.get_logprobs(batch)
+            if self.loss.reference_policy_kl_penalty:
+                batch["reference_policy_logprobs"] = self.policy.get_reference_policy_logprobs(batch)
+        return batch
+
+    def optimize(self, batch: BatchedDataDict, timer: Timer) -> dict[str, float]:
+        """Take the optimizer steps of one rollout."""
+        with timer.time("policy_training"):
+            return self.policy.train(batch, self.loss, global_batch_size=self.config.policy.train_global_batch_size)
+
+    def refit(self, timer: Timer) -> RefitOutcome:
+        """Move the policy's weights into the generation workers."""
+        with timer.time("refit"):
+            return self.refitter.refit()
+
+    def validate(self, timer: Timer) -> dict[str, float]:
+        """Decode the held-out prompts greedily and count what is right."""
+        greedy = SamplingParams(
+            max_new_tokens=self.sampling.max_new_tokens,
+            temperature=0.0,
+            stop_token_ids=self.sampling.stop_token_ids,
+            stop_strings=self.sampling.stop_strings,
+        )
+        groups = list(enumerate(self.heldout[: self.config.grpo.max_val_samples]))
+        if not groups:
+            return {}
+        with timer.time("validation"):
+            rollout = collect(
+                self.generation,
+                groups,
+                [greedy],
+                self.task,
+                self.tokenizer,
+                on_reward_error=self.config.data.on_reward_error,
+            )
+        return {"validation/accuracy": accuracy(rollout, self.task), "validation/reward": rollout.mean_reward}
+
+    def starting_point(self, timer: Timer) -> dict[str, Any]:
+        """Sample as a training step would, and validate, without training."""
+        return _rollout_metrics(self.roll_out(timer)) | self.validate(timer)
+
+    def _validates_at(self, step: int) -> bool:
+        grpo = self.config.grpo
+        is_last = step == grpo.max_num_steps
+        return is_last or (grpo.val_period > 0 and step % grpo.val_period == 0)
+
+
+def _rollout_metrics(rollout: Rollout) -> dict[str, Any]:
+    rewards_B = torch.tensor(rollout.rewards)
+    groups = torch.tensor(rollout.group_ids).unique(return_inverse=True)[1]
+    spread = [float(rewards_B[groups == g].std()) for g in range(int(groups.max()) + 1) if int((groups == g).sum()) > 1]
+    return {
+        "reward/mean": rollout.mean_reward,
+        "reward/std": float(rewards_B.std()),
+        "reward/zero_std_fraction": sum(s == 0 for s in spread) / max(len(spread), 1),
+        "reward/num_failures": len(rollout.failures),
+        "generation/mean_length": rollout.num_sampled_tokens / len(rollout.completions),
+        "generation/truncated_fraction": rollout.truncated_fraction,
+        "generation/weight_version": rollout.weight_versions[-1],
+    }
+
+
+def _train_metrics(trained: Mapping[str, float]) -> dict[str, float]:
+    return {f"train/{name}": value for name, value in trained.items()}
+
+
+def _refit_metrics(refit: RefitOutcome) -> dict[str, Any]:
+    return {
+        "refit/seconds": refit.seconds,
+        "refit/bytes": refit.num_bytes,
+        "refit/version": refit.version,
+        "refit/digest": refit.digest,
+    }
+
+
+def _timing(rollout: Rollout, timer: Timer) -> dict[str, float]:
+    """Return seconds of each part, of the step, and sampled tokens per second of the step without validation."""
+    seconds = timer.metrics()
+    busy_s = sum(seconds.values()) - seconds.get("timing/validation", 0.0)
+    rate = rollout.num_sampled_tokens / busy_s
+    return seconds | {"timing/total_step_time": sum(seconds.values()), "timing/tokens_per_second": rate}

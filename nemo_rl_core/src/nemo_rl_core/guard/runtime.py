@@ -1,0 +1,276 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Arming and disarming the guard of this process."""
+
+import contextlib
+import os
+import sys
+from collections.abc import Callable, Generator, Iterable, Mapping
+from dataclasses import dataclass, replace
+from types import FunctionType, ModuleType
+from typing import Any, cast
+
+from nemo_rl_core.guard.finder import CANARY, CanaryError, GuardedMetaPath, GuardFinder, end_process, report
+from nemo_rl_core.guard.policy import Policy, policy_from_environment
+from nemo_rl_core.guard.records import ForbiddenImportError, Ledger, Recorder, Violation
+
+__all__ = ["arm", "arm_from_environment", "armed", "current_policy", "disarm", "is_armed", "ledger"]
+
+_HOLDER_LIMIT = 5
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Active:
+    """The guard in force: how it was armed, and what has to be put back."""
+
+    policy: Policy
+    by_environment: bool
+    finder: GuardFinder
+    previous_path: list[Any]
+    hidden: Mapping[str, ModuleType]
+
+
+# The guard of a process is one thing, like sys.meta_path itself; it can't live anywhere else.
+# Arming is the first thing that a process does, so nothing here is meant to be raced from two threads.
+_active: _Active | None = None
+_recorder: Recorder | None = None
+
+
+def arm(
+    role: str,
+    *,
+    on_violation: str = "raise",
+    allow: Iterable[str] = (),
+    lifted: Iterable[str] = (),
+    forbid: Iterable[str] = (),
+) -> None:
+    """Refuse forbidden imports in this process from now on.
+
+    Calling it again with the same role is fine: it checks that the guard is still first and takes the new settings.
+    A call overrides what the environment armed; two calls with different roles are a mistake.
+
+    Args:
+        role: What this process is for; one of ``ROLES``.
+        on_violation: ``raise``, ``record`` or ``exit``; see ``Policy``.
+        allow: Single top-level names to take out of the table.
+        lifted: Engines to take out of the table with everything that only they bring.
+        forbid: Further top-level names to forbid.
+
+    Raises:
+        ForbiddenImportError: If a forbidden module is loaded already and ``on_violation`` is ``raise``; the guard is
+            then not armed.
+        ValueError: If a value is unknown to the table.
+        RuntimeError: If the process is armed for another role, or the self-test fails.
+    """
+    policy = Policy(
+        role=role, on_violation=on_violation, allow=tuple(allow), lifted=tuple(lifted), forbid=tuple(forbid)
+    )
+    _arm(policy, by_environment=False)
+
+
+def arm_from_environment(environ: Mapping[str, str] | None = None) -> bool:
+    """Arm as the environment variables say; a guard that a call has armed stays as it is.
+
+    Args:
+        environ: The variables; None means those of this process.
+
+    Returns:
+        True if the guard is armed, False where no role is named.
+
+    Raises:
+        ForbiddenImportError: As ``arm``.
+        ValueError: If a variable holds a value that the table does not know.
+    """
+    policy = policy_from_environment(os.environ if environ is None else environ)
+    if policy is None:
+        return _active is not None
+    if _active is None or _active.by_environment:
+        _arm(policy, by_environment=True)
+    else:
+        _self_test()
+    return True
+
+
+def disarm() -> None:
+    """Put the import system back as it was, hidden modules included; the ledger stays readable."""
+    global _active
+    if _active is None:
+        return
+    state, _active = _active, None
+    if isinstance(sys.meta_path, GuardedMetaPath):
+        state.previous_path[:] = sys.meta_path.plain()
+        sys.meta_path = state.previous_path
+    else:  # somebody replaced the list; take the guard out of theirs
+        sys.meta_path[:] = [finder for finder in sys.meta_path if finder is not state.finder]
+    for name, module in state.hidden.items():
+        if sys.modules.get(name, module) is None:
+            sys.modules[name] = module
+
+
+@contextlib.contextmanager
+def armed(
+    role: str,
+    *,
+    on_violation: str = "raise",
+    allow: Iterable[str] = (),
+    lifted: Iterable[str] = (),
+    forbid: Iterable[str] = (),
+) -> Generator[Callable[[], Ledger]]:
+    """Arm within a block; afterwards the guard is what it was before, armed or not.
+
+    Args:
+        role: As ``arm``.
+        on_violation: As ``arm``.
+        allow: As ``arm``.
+        lifted: As ``arm``.
+        forbid: As ``arm``.
+
+    Yields:
+        A function that returns the ledger of this block, during it and afterwards.
+
+    Raises:
+        ForbiddenImportError: As ``arm``.
+        ValueError: As ``arm``.
+    """
+    global _recorder
+    policy = Policy(
+        role=role, on_violation=on_violation, allow=tuple(allow), lifted=tuple(lifted), forbid=tuple(forbid)
+    )
+    before, recorder_before = _active, _recorder
+    disarm()
+    _recorder = None
+    try:
+        yield _arm(policy, by_environment=False).snapshot
+    finally:
+        disarm()
+        if before is not None:
+            _recorder = recorder_before
+            _arm(before.policy, by_environment=before.by_environment)
+
+
+def ledger() -> Ledger:
+    """Return what the guard has seen in this process since it was first armed."""
+    return Ledger() if _recorder is None else _recorder.snapshot()
+
+
+def current_policy() -> Policy | None:
+    """Return the policy in force, or None."""
+    return None if _active is None else _active.policy
+
+
+def is_armed() -> bool:
+    """Tell whether the guard is armed and really is asked first."""
+    return _active is not None and _is_first(_active.finder)
+
+
+def _arm(policy: Policy, *, by_environment: bool) -> Recorder:
+    """Put the policy in force and return the recorder that it writes to."""
+    global _active, _recorder
+    if _active is not None:
+        if _active.policy.role != policy.role and not _active.by_environment:
+            raise RuntimeError(
+                f"this process is armed as {_active.policy.role!r} and can't become {policy.role!r}; call disarm() "
+                f"first, or use armed() for a block"
+            )
+        if _active.policy == policy:
+            _active = replace(_active, by_environment=_active.by_environment and by_environment)
+            _self_test()
+            return _active.finder.recorder
+        disarm()
+    if _recorder is None or _recorder.role != policy.role:
+        _recorder = Recorder(policy.role)
+    hidden = _settle_preloaded(policy, _recorder)
+    finder = GuardFinder(policy, _recorder)
+    _active = _Active(
+        policy=policy, by_environment=by_environment, finder=finder, previous_path=sys.meta_path, hidden=hidden
+    )
+    sys.meta_path = GuardedMetaPath(finder, sys.meta_path)
+    _self_test()
+    return _recorder
+
+
+def _is_first(finder: GuardFinder) -> bool:
+    """Tell whether imports reach this finder before any other."""
+    # The canary alone would not show a finder in front that knows the engine and not the canary.
+    if next(iter(sys.meta_path), None) is not finder:
+        return False
+    try:
+        __import__(CANARY)
+    except CanaryError:
+        return True
+    except ImportError:
+        return False
+    raise AssertionError(f"{CANARY} exists")
+
+
+def _self_test() -> None:
+    """Prove that the guard is asked first; put it back where somebody replaced ``sys.meta_path``."""
+    if _active is None:
+        return
+    path = sys.meta_path
+    if not (isinstance(path, GuardedMetaPath) and path.guard is _active.finder):
+        sys.meta_path = GuardedMetaPath(_active.finder, path)
+    if not _is_first(_active.finder):
+        raise RuntimeError(
+            "the guard is not asked first although it was put first on sys.meta_path: something answers imports "
+            "before the import system does (a replaced builtins.__import__?); remove it, or arm before it"
+        )
+
+
+def _settle_preloaded(policy: Policy, recorder: Recorder) -> dict[str, ModuleType]:
+    """Deal with forbidden modules that are loaded already; a finder never sees those.
+
+    Returns:
+        The modules that were hidden, by name.
+    """
+    roots = policy.roots
+    loaded = {
+        name: module
+        for name, module in sorted(sys.modules.items())
+        if module is not None and name.partition(".")[0] in roots
+    }
+    tops = sorted({name.partition(".")[0] for name in loaded})
+    if not tops:
+        return {}
+    lines = []
+    for top in tops:
+        holders = _holders(top)
+        violation = Violation(
+            kind="preloaded", role=policy.role, module=top, importer=", ".join(holders), file="", line=0, chain=(top,)
+        )
+        recorder.add_violation(violation)
+        lines.append(f"{top} (held by {violation.importer or 'no loaded module'})")
+    message = (
+        f"loaded before the guard was armed: {'; '.join(lines)}. Rule: {policy.rule_for(tops[0])}. Way out: arm first "
+        f"(NEMO_RL_ROLE={policy.role} in the environment arms when the interpreter starts), or remove the import"
+    )
+    if policy.on_violation == "exit":
+        end_process(message)
+    if policy.on_violation == "raise":
+        raise ForbiddenImportError(message, role=policy.role, module=tops[0], importer=", ".join(_holders(tops[0])))
+    report(message)
+    for name in loaded:
+        # The import system's own sign for "there is none", which the type of sys.modules does not know.
+        sys.modules[name] = cast(ModuleType, None)
+    return loaded
+
+
+def _holders(top: str) -> list[str]:
+    """Name loaded modules outside ``top`` that refer to it; reads only plain namespaces, so nothing lazy wakes up."""
+    holders = []
+    for name, module in sorted(sys.modules.items()):
+        if not issubclass(type(module), ModuleType) or name.partition(".")[0] == top:
+            continue
+        namespace = object.__getattribute__(module, "__dict__")
+        if any(_comes_from(value, top) for value in list(namespace.values())):
+            holders.append(name)
+    return holders[:_HOLDER_LIMIT]
+
+
+def _comes_from(value: object, top: str) -> bool:
+    if type(value) is ModuleType:
+        origin = value.__name__
+    elif type(value) in (type, FunctionType):
+        origin = getattr(value, "__module__", "")
+    else:
+        return False
+    return isinstance(origin, str) and origin.partition(".")[0] == top

@@ -1,0 +1,99 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The driver's handle on the train workers."""
+
+from typing import Any
+
+import torch
+
+from nemo_rl_core.data.batched_data_dict import BatchedDataDict
+from nemo_rl_core.errors import DataError, StateError
+from nemo_rl_core.objectives.losses import LossSettings
+from nemo_rl_core.protocols.workers import WorkerFuture, WorkerGroup
+from nemo_rl_core.refit.settings import RefitSettings
+
+__all__ = ["Policy"]
+
+#: Columns that a logprob pass needs; nothing else is sent.
+LOGPROB_COLUMNS = ("input_ids", "input_lengths")
+
+
+class Policy:
+    """Trains and scores a batch over all train ranks; rows are sharded over them and come back in order."""
+
+    def __init__(self, group: WorkerGroup) -> None:
+        """Take the workers, each a data-parallel rank."""
+        self._group = group
+
+    @property
+    def world_size(self) -> int:
+        """Number of train ranks."""
+        return self._group.world_size
+
+    def get_logprobs(self, batch: BatchedDataDict) -> torch.Tensor:
+        """Return logprobs float32 [B, S] under the policy; column 0 and padding are 0."""
+        return self._score("get_logprobs", batch)
+
+    def get_reference_policy_logprobs(self, batch: BatchedDataDict) -> torch.Tensor:
+        """Return the same under the reference policy."""
+        return self._score("get_reference_policy_logprobs", batch)
+
+    def train(
+        self, batch: BatchedDataDict, loss: LossSettings, *, global_batch_size: int | None = None
+    ) -> dict[str, float]:
+        """Take one optimizer step for each global batch, in row order.
+
+        Args:
+            batch: Training batch; see ``nemo_rl_core.data``.
+            loss: What is minimised.
+            global_batch_size: Sequences of one optimizer step; None takes the whole batch.
+
+        Returns:
+            Metrics, averaged over the optimizer steps.
+
+        Raises:
+            DataError: If B is no multiple of the global batch size.
+        """
+        size = batch.size if global_batch_size is None else global_batch_size
+        if size < 1 or batch.size % size:
+            raise DataError(f"a batch of {batch.size} sequences cannot be cut into global batches of {size}")
+        columns = BatchedDataDict({name: c for name, c in batch.items() if isinstance(c, torch.Tensor)})
+        steps = []
+        for part in columns.iter_slices(size):
+            shards = part.shard_by_batch_size(self.world_size)
+            future = self._group.run_all_workers_multiple_data("train", data=shards, common_kwargs={"loss": loss})
+            steps.append(future.get_results()[0])
+        return {name: sum(step[name] for step in steps) / len(steps) for name in steps[0]}
+
+    def open_refit_listener(self, num_receivers: int, settings: RefitSettings) -> str:
+        """Let train rank 0 listen for receivers; return its ``host:port``."""
+        future = self._group.run_all_workers_single_data(
+            "open_refit_listener", num_receivers=num_receivers, settings=settings
+        )
+        address = future.get_results()[0]
+        if address is None:
+            raise StateError("train rank 0 gave no refit address")
+        return address
+
+    def start_sending(self, version: int) -> WorkerFuture:
+        """Start a refit on every train rank; the future's results are the sender's report."""
+        return self._group.run_all_workers_single_data("send_weights", version=version)
+
+    def weights_digest(self) -> str:
+        """Return the digest of the weights as a refit would send them."""
+        return self._group.run_all_workers_single_data("weights_digest").get_results()[0]
+
+    def describe(self) -> list[dict[str, Any]]:
+        """Return what ``summary.json`` says of each train rank."""
+        return self._group.run_all_workers_single_data("describe").get_results()
+
+    def shutdown(self) -> None:
+        """Stop the workers; calling it twice is fine."""
+        self._group.shutdown()
+
+    def _score(self, method: str, batch: BatchedDataDict) -> torch.Tensor:
+        """Run a logprob pass; a batch that does not divide is filled up with copies of its last row."""
+        columns = BatchedDataDict({name: batch[name] for name in LOGPROB_COLUMNS})
+        rows = list(range(columns.size)) + [columns.size - 1] * (-columns.size % self.world_size)
+        shards = columns.select_indices(rows).shard_by_batch_size(self.world_size)
+        results = self._group.run_all_workers_multiple_data(method, data=shards).get_results()
+        return torch.cat(results)[: batch.size]

@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What any worker is told about model and tokenizer, and what a generation worker's constructor takes."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+__all__ = ["GenerationSettings", "ModelSettings", "Precision", "TokenizerSettings"]
+
+Precision = Literal["float32", "bfloat16"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSettings:
+    """Which model, from a local HF folder or from a config with random weights.
+
+    Attributes:
+        folder: Local HF folder with weights; None for random weights.
+        hf_config: HF config values with ``model_type``, for random weights; None with a folder.
+        overrides: Values that replace those of the HF config.
+        precision: Compute type. The policy keeps float32 master weights either way.
+        max_total_sequence_length: Longest sequence S in tokens, prompt and completion together.
+        seed: Seed of random weights.
+        attn_implementation: transformers' name of the attention; None for its default.
+    """
+
+    folder: str | None = None
+    hf_config: Mapping[str, Any] | None = None
+    overrides: Mapping[str, Any] = field(default_factory=dict)
+    precision: Precision = "float32"
+    max_total_sequence_length: int = 512
+    seed: int = 1
+    attn_implementation: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenizerSettings:
+    """Which tokenizer; exactly one of the two.
+
+    Attributes:
+        folder: Local HF folder.
+        characters: Alphabet of a character tokenizer.
+        chat_template: Jinja template that replaces the folder's own.
+    """
+
+    folder: str | None = None
+    characters: str | None = None
+    chat_template: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerationSettings:
+    """What every generation worker is told, whatever its backend.
+
+    A backend's worker class is built as ``WorkerClass(settings, rank=..., world_size=..., local_rank=..., device=...)``,
+    one for each replica.
+
+    Attributes:
+        model: Which model; its weights come by refit, so a folder gives only the config.
+        tokenizer: Which tokenizer, needed for stop strings.
+        seed: Seed of requests that bring none.
+        refit: Arguments of ``refit.settings.RefitSettings``.
+        options: The backend's own section of the config, checked by its schema.
+    """
+
+    model: ModelSettings
+    tokenizer: TokenizerSettings
+    seed: int = 1
+    refit: Mapping[str, Any] = field(default_factory=dict)
+    options: Mapping[str, Any] = field(default_factory=dict)

@@ -1,0 +1,127 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The train side of a refit: all ranks gather, rank 0 sends."""
+
+from collections.abc import Iterator
+from dataclasses import asdict
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from nemo_rl_core.errors import NemoRLError, RefitError, StateError
+from nemo_rl_core.protocols.settings import Precision
+from nemo_rl_core.refit.digest import digests_of, set_digest
+from nemo_rl_core.refit.manifest import Manifest, TensorSpec
+from nemo_rl_core.refit.sender import RefitSender
+from nemo_rl_core.refit.settings import RefitSettings
+from nemo_rl_core.workers.models import wire_tensors
+from nemo_rl_core.workers.sharding import full_tensors
+
+__all__ = ["WeightSource"]
+
+
+class WeightSource:
+    """Sends a sharded model's weights, in its compute type, under their HF names.
+
+    Only rank 0 talks to the receivers. The others wait for its word before they start to gather, and rank 0 gathers to
+    the end even when the transfer has failed: no rank is ever left alone in a collective.
+    """
+
+    def __init__(self, model: nn.Module, precision: Precision, *, rank: int, device_id: str) -> None:
+        """Describe what will be sent; nothing is opened yet."""
+        self._device_id = device_id
+        self._model = model
+        self._dtype = torch.bfloat16 if precision == "bfloat16" else torch.float32
+        self._rank = rank
+        self._sender: RefitSender | None = None
+
+    def listen(self, num_receivers: int, settings: RefitSettings, host: str | None) -> str | None:
+        """Open rank 0's listener once; return its address there and None elsewhere."""
+        if self._rank != 0:
+            return None
+        if self._sender is None:
+            self._sender = RefitSender(
+                num_receivers=num_receivers, settings=settings, host=host, device_id=self._device_id
+            )
+        return self._sender.address
+
+    def manifest(self) -> Manifest:
+        """Return what a refit moves."""
+        return Manifest(
+            tuple(
+                TensorSpec(name=name, shape=tuple(tensor.shape), dtype=_dtype_name(self._wire_dtype(tensor)))
+                for name, tensor in wire_tensors(self._model)
+            )
+        )
+
+    def send(self, version: int) -> dict[str, Any]:
+        """Take part in one refit; return its report as plain data.
+
+        Raises:
+            RefitError: On every rank, with the same cause.
+            StateError: If rank 0 has no listener.
+        """
+        outcome = self._rank_zero_says(lambda: self._open(version))
+        if isinstance(outcome, NemoRLError):
+            raise outcome
+        tensors = self._tensors()
+        outcome = self._rank_zero_says(lambda: self._transfer(tensors), meanwhile=lambda: _drain(tensors))
+        if isinstance(outcome, NemoRLError):
+            raise outcome
+        return outcome
+
+    def digest(self) -> str:
+        """Return the digest of the gathered weights; every rank takes part."""
+        return set_digest(self.manifest(), digests_of(self._tensors()))
+
+    def close(self) -> None:
+        """Close the listener; calling it twice is fine."""
+        if self._sender is not None:
+            self._sender.close()
+            self._sender = None
+
+    def _tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        return full_tensors(wire_tensors(self._model), self._dtype)
+
+    def _wire_dtype(self, tensor: torch.Tensor) -> torch.dtype:
+        return self._dtype if tensor.is_floating_point() else tensor.dtype
+
+    def _open(self, version: int) -> None:
+        if self._sender is None:
+            raise StateError("send_weights was called before open_refit_listener")
+        self._sender.open(self.manifest(), version)
+
+    def _transfer(self, tensors: Iterator[tuple[str, torch.Tensor]]) -> dict[str, Any]:
+        assert self._sender is not None
+        try:
+            return asdict(self._sender.transfer(tensors))
+        finally:
+            _drain(tensors)
+
+    def _rank_zero_says(self, act: Any, meanwhile: Any = None) -> Any:
+        """Run ``act`` on rank 0 and ``meanwhile`` elsewhere; return rank 0's result or error on every rank."""
+        box: list[Any] = [None]
+        if self._rank == 0:
+            try:
+                box[0] = act()
+            except NemoRLError as error:
+                box[0] = error
+            except (RuntimeError, OSError, ValueError) as error:
+                # Torch's own errors too have to reach the other ranks, or they would wait for a word that never comes.
+                box[0] = RefitError(f"{type(error).__name__}: {error}", cause=str(error))
+        elif meanwhile is not None:
+            meanwhile()
+        if dist.get_world_size() > 1:
+            dist.broadcast_object_list(box, src=0)
+        return box[0]
+
+
+def _drain(tensors: Iterator[tuple[str, torch.Tensor]]) -> None:
+    """Gather what is left, and drop it."""
+    for _ in tensors:
+        pass
+
+
+def _dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
