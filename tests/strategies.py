@@ -4,7 +4,14 @@
 import math
 from typing import Any
 
+from hypothesis import settings
 from hypothesis import strategies as st
+
+
+def use_reproducible_examples() -> None:
+    """Make Hypothesis draw the same examples in each run, and assert no timings: the machine may be busy."""
+    settings.register_profile("reproducible", derandomize=True, deadline=None)
+    settings.load_profile("reproducible")
 
 
 def attention_namings(*, layers: st.SearchStrategy[tuple[int, ...] | None] | None = None) -> st.SearchStrategy[Any]:
@@ -52,7 +59,9 @@ def calibration_results(draw: st.DrawFn, layers: tuple[int, ...] | None = None) 
 def yaml_values() -> st.SearchStrategy[Any]:
     """Plain values that a YAML file can hold, with the strings that YAML versions read as something else."""
     traps = ["5e-6", "1e5", "no", "Yes", "off", "true", "null", "~", "010", "0o7", "0x1F", "1:30", "1_0", ".inf", "<<"]
-    texts = st.sampled_from([*traps, "a\x85b", "\u2028", "", "=", "- a", "a: b", "#", "2026-01-01", "x\ny\n", " a ", "ü", "$x", "[", "'"])
+    texts = st.sampled_from(
+        [*traps, "a\x85b", "\u2028", "", "=", "- a", "a: b", "#", "2026-01-01", "x\ny\n", " a ", "ü", "$x", "[", "'"]
+    )
     leaves = st.one_of(
         st.none(),
         st.booleans(),

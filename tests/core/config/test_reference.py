@@ -1,9 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """The documentation of the config says what the schema says, no more and no less."""
 
+import dataclasses
 import re
 from pathlib import Path
 
+from nemo_rl_core.config.cluster import RefitSection
+from nemo_rl_core.config.grpo import LossSection
 from nemo_rl_core.config.load import config_from_mapping
 from nemo_rl_core.config.problems import UNSET
 from nemo_rl_core.config.reference import render_table, schema_keys
@@ -49,6 +52,14 @@ def test_the_smallest_file_of_the_document_is_valid() -> None:
     assert match is not None
     config = config_from_mapping(load_yaml(match[1], "document"))
     assert config.train_world_size == 1
+
+
+def test_sections_have_the_fields_of_what_they_fill() -> None:
+    from nemo_rl_core.objectives.losses import LossSettings
+    from nemo_rl_core.refit.settings import DEFAULT_SETTINGS
+
+    assert RefitSection().model_dump() == dataclasses.asdict(DEFAULT_SETTINGS)
+    assert list(LossSection.model_fields) == [field.name for field in dataclasses.fields(LossSettings)]
 
 
 def test_defaults_in_the_reference_are_those_of_a_loaded_config() -> None:

@@ -77,7 +77,7 @@ def test_an_impossible_combination_is_refused(overrides: list[str], says: str) -
         ["policy.train_global_batch_size=64"],
         ["grpo.max_val_samples=0", "grpo.val_period=0"],
         ["loss_fn={use_importance_sampling_correction: true, truncated_importance_sampling_ratio: 2}"],
-        ["refit.silence_timeout_s=600"],
+        ["refit.silence_timeout_s=120"],
     ],
 )
 def test_the_nearest_possible_combination_is_accepted(overrides: list[str]) -> None:
@@ -90,3 +90,6 @@ def test_a_broken_key_does_not_bring_follow_up_problems_about_its_default() -> N
     assert "problems" not in text
     text = problems_of("policy.train_global_batch_size=null", "policy.max_total_sequence_length=''")
     assert "has 2 problems" in text
+    # 600 would not fit into the default of 512; it does into what was meant.
+    text = problems_of("policy.max_total_sequence_length='1024'", "policy.generation.max_new_tokens=600")
+    assert "problems" not in text

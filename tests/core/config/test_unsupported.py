@@ -42,6 +42,7 @@ def test_all_of_them_together_leave_the_config_as_it_was() -> None:
     [
         ("policy.dtensor_cfg.tensor_parallel_size=2", "policy.dtensor_cfg.tensor_parallel_size"),
         ("policy.dtensor_cfg.tensor_parallel_size='1'", "policy.dtensor_cfg.tensor_parallel_size"),
+        ("policy.dtensor_cfg.tensor_parallel_size=true", "policy.dtensor_cfg.tensor_parallel_size"),
         ("policy.dtensor_cfg.context_parallel_size=4", "policy.dtensor_cfg.context_parallel_size"),
         ("policy.dtensor_cfg.sequence_parallel=true", "policy.dtensor_cfg.sequence_parallel"),
         ("policy.dtensor_cfg.lora_cfg={dim: 8}", "policy.dtensor_cfg.lora_cfg"),

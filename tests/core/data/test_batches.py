@@ -11,7 +11,9 @@ from nemo_rl_core.errors import DataError
 
 def batch_of(rows, width=3):
     return BatchedDataDict(
-        ids=torch.arange(rows * width).view(rows, width), score=torch.arange(rows), text=[f"row {i}" for i in range(rows)]
+        ids=torch.arange(rows * width).view(rows, width),
+        score=torch.arange(rows),
+        text=[f"row {i}" for i in range(rows)],
     )
 
 

@@ -25,7 +25,9 @@ runtime = start_ray(num_cpus=1)
 assert not runtime.is_local
 import ray._private.ray_constants as constants
 assert constants.RAY_ENABLE_UV_RUN_RUNTIME_ENV is False
-seen = ray.get(ray.remote(num_cpus=0)(lambda: {name: os.environ.get(name) for name in sys.argv[1:]}).remote(), timeout=60)
+names = sys.argv[1:]
+look = ray.remote(num_cpus=0)(lambda: {name: os.environ.get(name) for name in names})
+seen = ray.get(look.remote(), timeout=60)
 runtime.close()
 runtime.close()
 print(runtime.address, *(f"{name}={value}" for name, value in seen.items()))

@@ -41,9 +41,9 @@ def own_variables(monkeypatch):
     os.environ.update(before)
 
 
-def run_fresh(code: str, **env: str) -> str:
+def run_fresh(code: str, *args: str, **env: str) -> str:
     done = subprocess.run(
-        [sys.executable, "-c", code],
+        [sys.executable, "-c", code, *args],
         env={**os.environ, **env},
         capture_output=True,
         text=True,
@@ -63,7 +63,7 @@ def is_plain(value: object) -> bool:
 
 
 def test_the_shell_needs_the_standard_library_alone():
-    heavy = "torch ray numpy transformers pydantic importlib_metadata rich yaml".split()
+    heavy = ["torch", "ray", "numpy", "transformers", "pydantic", "importlib_metadata", "rich", "yaml"]
     code = (
         "import sys, nemo_rl_core.distributed.shell\n"
         f"print([name for name in {heavy} if name in sys.modules])\n"
@@ -140,16 +140,19 @@ def test_an_exception_leaves_as_builtins_that_an_empty_interpreter_can_read(tmp_
 
 
 def test_the_guard_is_armed_before_the_worker_class_is_imported(only_workers_see):
-    """Also the control: without a role the same import works, so the refusal is the guard's."""
+    """Also the control: in role generation the same import works, so the refusal is the guard's."""
+    # The role is set after the interpreter's start, so that nothing but the shell can have armed the guard.
     code = (
+        "import os, sys\n"
+        "os.environ['NEMO_RL_ROLE'] = sys.argv[1]\n"
         "from nemo_rl_core.distributed.shell import RankSpec, WorkerShell\n"
         "spec = RankSpec(worker='w', rank=0, world_size=1, local_rank=0, node_rank=0, node_id='', node_ip='')\n"
         "outcome = WorkerShell(spec).build('sneaky_worker:SneakyWorker', (), {}, None, 1.0)\n"
         "print(outcome.get('failure', {}).get('type'), outcome.get('failure', {}).get('phase'))"
     )
     path = str(only_workers_see)
-    assert run_fresh(code, PYTHONPATH=path, NEMO_RL_ROLE="train") == "ForbiddenImportError import"
-    assert run_fresh(code, PYTHONPATH=path, NEMO_RL_ROLE="generation") == "None None"
+    assert run_fresh(code, "train", PYTHONPATH=path) == "ForbiddenImportError import"
+    assert run_fresh(code, "generation", PYTHONPATH=path) == "None None"
 
 
 def test_a_guard_that_cannot_be_armed_is_the_first_failure(only_workers_see):

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+import itertools
 import math
 
 import pytest
@@ -98,7 +99,7 @@ def test_shares_of_micro_batches_add_up_to_the_whole(loss_settings, cuts, seed):
     edges = [0, *sorted(cuts), len(logprobs)]
     parts = logprobs.clone().requires_grad_()
     shares = []
-    for start, stop in zip(edges, edges[1:], strict=False):
+    for start, stop in itertools.pairwise(edges):
         piece = {name: column[start:stop] for name, column in batch.items()}
         share, share_metrics = clipped_pg_loss(parts[start:stop], piece, loss_settings, totals)
         share.backward()

@@ -14,14 +14,14 @@ from rich.console import Console
 from nemo_rl_core.observability.console import DEFAULT_COLUMNS, RunConsole, format_bytes, format_value
 
 METRICS = {
-    "reward": 0.5,
-    "val_accuracy": 0.75,
-    "loss": -0.01234,
-    "kl": math.nan,
-    "token_mult_prob_error": 1.0012,
-    "tokens_per_s": 12345.6,
-    "timing/refit": 0.157,
-    "refit_bytes": 3_200_000,
+    "reward/mean": 0.5,
+    "validation/accuracy": 0.75,
+    "train/loss": -0.01234,
+    "train/kl_penalty": math.nan,
+    "train/token_mult_prob_error": 1.0012,
+    "timing/tokens_per_second": 12345.6,
+    "refit/seconds": 0.157,
+    "refit/bytes": 3_200_000,
     "something_else": 9,
 }
 
@@ -36,7 +36,7 @@ def test_a_step_is_one_aligned_line_where_there_is_no_terminal() -> None:
     console, file = plain()
     with console:
         console.step(1, METRICS)
-        console.step(1234, {"reward": 1.0, "val_accuracy": None})
+        console.step(1234, {"reward/mean": 1.0, "validation/accuracy": None})
     header, first, second = file.getvalue().splitlines()
     assert header.split() == ["step", "reward", "held-out", "loss", "KL", "mismatch", "tokens/s", "refit", "moved"]
     assert first.split() == ["1", "0.500", "0.750", "-0.0123", "nan", "1.0012", "12,346", "0.16", "s", "3.20", "MB"]
@@ -91,7 +91,7 @@ def test_the_table_stays_and_the_terminal_is_usable_after_an_exception() -> None
 def test_a_real_terminal_gets_the_table_and_a_pipe_gets_lines() -> None:
     code = (
         "from nemo_rl_core.observability.console import RunConsole\n"
-        "with RunConsole() as console: console.step(41, {'reward': 0.5})"
+        "with RunConsole() as console: console.step(41, {'reward/mean': 0.5})"
     )
     environment = {**os.environ, "TERM": "xterm", "COLUMNS": "120"}
     for name in ("NO_COLOR", "FORCE_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE"):

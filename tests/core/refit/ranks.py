@@ -40,7 +40,7 @@ def weights(seed: int) -> dict[str, torch.Tensor]:
         "fp16": floats(5, 5).half(),
         "int64": torch.arange(11) * (seed + 1),
         "fp8": floats(13).to(torch.float8_e4m3fn),
-        "fp8_scale": floats(()),
+        "fp8_scale": floats(),
         "empty": torch.zeros(0, 4),
         "transposed": floats(4, 6).t(),
         "strided": floats(40)[1::3],

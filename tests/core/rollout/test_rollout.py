@@ -4,7 +4,7 @@ import torch
 
 from nemo_rl_core.data.tokenizers import build_tokenizer
 from nemo_rl_core.errors import ConfigError, DataError, ModelError, RewardError
-from nemo_rl_core.protocols.generation import Completion, SamplingParams
+from nemo_rl_core.protocols.generation import SamplingParams
 from nemo_rl_core.protocols.settings import TokenizerSettings
 from nemo_rl_core.rollout.arithmetic import Arithmetic
 from nemo_rl_core.rollout.collect import accuracy, collect, training_batch
@@ -141,7 +141,9 @@ def test_tasks_that_cannot_be_built_are_refused(name, kwargs, message):
         load_task(name, kwargs)
 
 
-@pytest.mark.parametrize("task", [LargestDigit(), LargestDigit(num_digits=2, heldout=50, seed=4), Arithmetic(), Arithmetic(operations="+-*")])
+@pytest.mark.parametrize(
+    "task", [LargestDigit(), LargestDigit(num_digits=2, heldout=50, seed=4), Arithmetic(), Arithmetic(operations="+-*")]
+)
 def test_held_out_prompts_are_never_trained_on(task):
     train, heldout = ({str(p) for p in prompts} for prompts in (task.train_prompts(), task.heldout_prompts()))
     assert train

@@ -167,7 +167,9 @@ def test_a_schedule_moves_the_learning_rate(make_worker):
 
 
 def test_bfloat16_computes_in_bfloat16_over_float32_master_weights(make_worker):
-    worker = make_worker(model=ModelSettings(hf_config=MODEL, max_total_sequence_length=32, seed=3, precision="bfloat16"))
+    worker = make_worker(
+        model=ModelSettings(hf_config=MODEL, max_total_sequence_length=32, seed=3, precision="bfloat16")
+    )
     batch = batch_of()
     assert {p.dtype for p in worker._model.parameters()} == {torch.float32}
     half = random_model(settings_of().model, torch.bfloat16)

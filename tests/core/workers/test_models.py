@@ -7,7 +7,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from nemo_rl_core.errors import ModelError
 from nemo_rl_core.protocols.settings import ModelSettings
-from nemo_rl_core.workers.models import LogprobModel, build_model, check_logprobs, load_config, random_model, wire_tensors
+from nemo_rl_core.workers.models import (
+    LogprobModel,
+    build_model,
+    check_logprobs,
+    load_config,
+    random_model,
+    wire_tensors,
+)
 from tests.core.workers.tiny import MODEL, VOCAB
 
 SMALL = {k: v for k, v in MODEL.items() if k not in ("model_type", "head_dim")}
@@ -18,7 +25,13 @@ FAMILIES = {
     "cohere (logit_scale)": SMALL | {"model_type": "cohere", "logit_scale": 0.25},
     "gemma2 (softcapping)": SMALL | {"model_type": "gemma2", "head_dim": 8, "final_logit_softcapping": 3.0},
     "qwen3_moe": SMALL
-    | {"model_type": "qwen3_moe", "head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
+    | {
+        "model_type": "qwen3_moe",
+        "head_dim": 8,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 16,
+    },
 }
 
 
@@ -65,7 +78,12 @@ class LargestVocabTensor(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
         for tensor in result if isinstance(result, tuple | list) else (result,):
-            if isinstance(tensor, torch.Tensor) and tensor.ndim and tensor.shape[-1] == VOCAB and tensor.shape != WEIGHT_T:
+            if (
+                isinstance(tensor, torch.Tensor)
+                and tensor.ndim
+                and tensor.shape[-1] == VOCAB
+                and tensor.shape != WEIGHT_T
+            ):
                 self.largest = max(self.largest, tensor.numel())
         return result
 

@@ -144,12 +144,14 @@ class GRPO:
 
     def starting_point(self, timer: Timer) -> dict[str, Any]:
         """Sample as a training step would, and validate, without training."""
-        return _rollout_metrics(self.roll_out(timer)) | self.validate(timer)
+        validation = self.validate(timer) if self.config.grpo.val_at_start else {}
+        return _rollout_metrics(self.roll_out(timer)) | validation
 
     def _validates_at(self, step: int) -> bool:
         grpo = self.config.grpo
-        is_last = step == grpo.max_num_steps
-        return is_last or (grpo.val_period > 0 and step % grpo.val_period == 0)
+        if grpo.val_period == 0:
+            return False
+        return step % grpo.val_period == 0 or step == grpo.max_num_steps
 
 
 def _rollout_metrics(rollout: Rollout) -> dict[str, Any]:

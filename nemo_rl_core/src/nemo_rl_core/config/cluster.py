@@ -23,15 +23,17 @@ class ClusterSection(Section):
 
 
 class RefitSection(Section):
-    """How weights travel from train to generation workers."""
+    """How weights travel from train to generation workers; defaults as in `refit.settings`, which config cannot import."""
 
     bucket_bytes: int = Field(
-        default=268435456, ge=512, description="Bytes of one transfer bucket; the sender's rules."
+        default=64 * 2**20, ge=512, description="Bytes of one transfer bucket; the sender's rules."
     )
-    rendezvous_timeout_s: float = Field(default=120.0, gt=0, description="Seconds until all ranks must have met.")
-    transfer_timeout_s: float = Field(default=600.0, gt=0, description="Seconds that one refit may take.")
-    silence_timeout_s: float = Field(default=60.0, gt=0, description="Seconds without a sign of life of a peer.")
-    digest: bool = Field(default=False, description="Compare a digest of the weights after each refit; costs a pass.")
+    rendezvous_timeout_s: float = Field(default=60.0, gt=0, description="Seconds until all ranks must have met.")
+    transfer_timeout_s: float = Field(default=120.0, gt=0, description="Seconds that one refit may take.")
+    silence_timeout_s: float = Field(default=10.0, gt=0, description="Seconds without a sign of life of a peer.")
+    digest: bool = Field(
+        default=True, description="Compare a digest of the live weights after each refit; one more pass."
+    )
 
 
 class WorkersSection(Section):

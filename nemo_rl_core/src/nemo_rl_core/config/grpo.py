@@ -22,7 +22,7 @@ class GrpoSection(Section):
         default=True, description="A sample's baseline is the mean of the others of its group."
     )
     val_period: int = Field(default=10, ge=0, description="Steps between validations; 0 switches them off.")
-    val_at_start: bool = Field(default=False, description="Validate before the first step too.")
+    val_at_start: bool = Field(default=True, description="Validate before the first step too.")
     max_val_samples: int = Field(default=256, ge=0, description="Held-out prompts of one validation at most.")
     max_token_mult_prob_error: float | None = Field(
         default=1.05,

@@ -2,6 +2,7 @@
 """Tokenizers: from a local folder, or built from a list of characters for tiny models."""
 
 from pathlib import Path
+from typing import Any
 
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
@@ -62,7 +63,8 @@ def load_tokenizer(folder: str, chat_template: str | None = None) -> PreTrainedT
     if not path.is_dir():
         raise ModelError(f"policy.tokenizer.name must be a local folder, got {folder!r}, which is none")
     try:
-        tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
+        # transformers annotates a union that includes None; at run time it is a tokenizer or an exception.
+        tokenizer: Any = AutoTokenizer.from_pretrained(path, local_files_only=True)
     except (OSError, ValueError, TypeError) as error:
         raise ModelError(f"no tokenizer could be loaded from {folder!r}: {error}") from error
     if chat_template is not None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import ray
-from ray.exceptions import RayActorError, RayError, WorkerCrashedError
+from ray.exceptions import RayActorError, RayError, RayTaskError, WorkerCrashedError
 
 from nemo_rl_core import errors
 from nemo_rl_core.errors import WorkerError, WorkerTimeoutError
@@ -201,17 +201,19 @@ def _rebuild(described: Mapping[str, Any] | None, text: str) -> errors.NemoRLErr
 def _ray_failure(call: PendingCall, error: Exception, died: bool) -> WorkerError:
     """Return the error for what Ray reports: a death, or arguments and results that do not cross."""
     text = str(error).strip()
+    # What a task raised outside the shell's own boundary, e.g. while its result was pickled.
+    cause = error.cause if isinstance(error, RayTaskError) else error
     what = "died" if died else "gave no readable answer"
     hint = ""
     if died and call.phase == "spawn":
         hint = " The process ended before core's shell ran: is nemo-rl-core installed in its interpreter?"
     return WorkerError(
-        f"{call.worker} {what} in phase {call.phase!r}: {type(error).__name__}: {_brief(text)}{hint}",
+        f"{call.worker} {what} in phase {call.phase!r}: {type(cause).__name__}: {_brief(str(cause))}{hint}",
         worker=call.worker.name,
         rank=call.worker.rank,
         host=call.worker.host,
         phase=call.phase,
-        cause_type=type(error).__name__,
+        cause_type=type(cause).__name__,
         remote_traceback=text,
     )
 

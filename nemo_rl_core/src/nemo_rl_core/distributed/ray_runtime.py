@@ -153,6 +153,8 @@ def start_ray(
     runtime_env = {"worker_process_setup_hook": SETUP_HOOK, "env_vars": variables}
     target = address or os.environ.get("RAY_ADDRESS")
     attaching = target not in (None, "", "local")
+    if attaching:
+        _check_reachable(target)
     options: dict[str, Any] = (
         {} if attaching else {"num_cpus": num_cpus, "include_dashboard": False, **(local_options or {})}
     )

@@ -54,14 +54,14 @@ class Column:
 
 #: What a GRPO step reports, by the names that the loop logs.
 DEFAULT_COLUMNS: tuple[Column, ...] = (
-    Column(title="reward", metric="reward", form="{:.3f}".format, width=7),
-    Column(title="held-out", metric="val_accuracy", form="{:.3f}".format, width=8),
-    Column(title="loss", metric="loss", form="{:.4f}".format, width=8),
-    Column(title="KL", metric="kl", form="{:.4f}".format, width=8),
-    Column(title="mismatch", metric="token_mult_prob_error", form="{:.4f}".format, width=8),
-    Column(title="tokens/s", metric="tokens_per_s", form="{:,.0f}".format, width=9),
-    Column(title="refit", metric="timing/refit", form="{:.2f} s".format, width=8),
-    Column(title="moved", metric="refit_bytes", form=format_bytes, width=9),
+    Column(title="reward", metric="reward/mean", form="{:.3f}".format, width=7),
+    Column(title="held-out", metric="validation/accuracy", form="{:.3f}".format, width=8),
+    Column(title="loss", metric="train/loss", form="{:.4f}".format, width=8),
+    Column(title="KL", metric="train/kl_penalty", form="{:.4f}".format, width=8),
+    Column(title="mismatch", metric="train/token_mult_prob_error", form="{:.4f}".format, width=8),
+    Column(title="tokens/s", metric="timing/tokens_per_second", form="{:,.0f}".format, width=9),
+    Column(title="refit", metric="refit/seconds", form="{:.2f} s".format, width=8),
+    Column(title="moved", metric="refit/bytes", form=format_bytes, width=9),
 )
 
 _STEP_WIDTH = 6

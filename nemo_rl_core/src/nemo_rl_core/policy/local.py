@@ -6,7 +6,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from typing import Any
 
-from nemo_rl_core.errors import NemoRLError, WorkerError, WorkerTimeoutError
+from nemo_rl_core.errors import WorkerError, WorkerTimeoutError
 
 __all__ = ["LocalWorkerGroup"]
 
@@ -32,12 +32,12 @@ class LocalWorkerGroup:
         """Number of workers."""
         return len(self._workers)
 
-    def run_all_workers_single_data(self, method: str, **kwargs: Any) -> "_LocalFuture":
+    def run_all_workers_single_data(self, method: str, /, **kwargs: Any) -> "_LocalFuture":
         """Call ``method`` with the same arguments on every worker."""
         return self._submit(method, [kwargs] * self.world_size)
 
     def run_all_workers_multiple_data(
-        self, method: str, *, common_kwargs: Mapping[str, Any] | None = None, **lists: Sequence[Any]
+        self, method: str, /, common_kwargs: Mapping[str, Any] | None = None, **lists: Sequence[Any]
     ) -> "_LocalFuture":
         """Call ``method`` with element r of each list on worker r.
 
@@ -87,6 +87,4 @@ class _LocalFuture:
                     rank=rank,
                     phase=self._method,
                 ) from error
-            except NemoRLError:
-                raise
         return results

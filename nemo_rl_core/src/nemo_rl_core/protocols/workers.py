@@ -31,16 +31,16 @@ class WorkerGroup(Protocol):
         """Number of workers."""
         ...
 
-    def run_all_workers_single_data(self, method: str, **kwargs: Any) -> WorkerFuture:
+    def run_all_workers_single_data(self, method: str, /, **kwargs: Any) -> WorkerFuture:
         """Call ``method`` with the same arguments on every worker."""
         ...
 
     def run_all_workers_multiple_data(
-        self, method: str, *, common_kwargs: Mapping[str, Any] | None = None, **lists: Sequence[Any]
+        self, method: str, /, common_kwargs: Mapping[str, Any] | None = None, **lists: Sequence[Any]
     ) -> WorkerFuture:
         """Call ``method`` with element r of each list on worker r; ``common_kwargs`` go to every one."""
         ...
 
-    def shutdown(self) -> None:
+    def shutdown(self) -> object:
         """Stop the workers; calling it twice is fine."""
         ...

@@ -22,7 +22,7 @@ from nemo_rl_core.refit.rendezvous import StoreClient, StoreGoneError, StoreLink
 from nemo_rl_core.refit.report import Ack, RefitReport
 from nemo_rl_core.refit.session import OPEN_KEY, Session
 from nemo_rl_core.refit.settings import DEFAULT_SETTINGS, RefitSettings
-from nemo_rl_core.refit.transaction import OutcomeKind, WeightState, WeightStatus
+from nemo_rl_core.refit.transaction import Outcome, OutcomeKind, WeightState, WeightStatus
 from nemo_rl_core.refit.transport import GlooGroup
 
 __all__ = ["RefitReceiver", "WeightSink"]
@@ -233,7 +233,11 @@ class RefitReceiver:
 
     def _is_open(self, client: StoreClient, text: str) -> bool:
         session_id = Offer.head_from_json(text)[1]
-        return session_id not in self._seen and client.read(f"refit/{session_id}/outcome") is None
+        if session_id in self._seen:
+            return False
+        # A failed one is still announced to ranks that come late, so that they learn the cause.
+        outcome = client.read(f"refit/{session_id}/outcome")
+        return outcome is None or not Outcome.from_json(outcome).committed
 
 
 def _lost(cause: str, culprit: str, version: int | None) -> RefitPeerLostError:
@@ -260,6 +264,9 @@ class _Attempt:
     def shake_hands(self, text: str, num_receivers: int, expected_version: int | None) -> None:
         """Accept the offer or refuse it in words, and connect."""
         session, me = self._session, self._session.me
+        ended = session.ended()
+        if ended is not None:
+            raise ended.error(session.version)
         protocol = Offer.head_from_json(text)[0]
         if protocol != handshake.PROTOCOL_NUMBER:
             cause = f"{session.owner} speaks refit protocol {protocol} and {me} protocol {handshake.PROTOCOL_NUMBER}"

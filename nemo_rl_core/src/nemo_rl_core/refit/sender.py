@@ -30,6 +30,7 @@ __all__ = ["RefitSender"]
 
 # A documentation address: routing to it picks the interface of the default route, and no packet is sent.
 _ANYWHERE = "192.0.2.1"
+_LINGER_S = 1.0
 
 
 class _Opened:
@@ -247,11 +248,15 @@ class RefitSender:
             self._opened = None
         if opened.group is not None:
             opened.group.close()
-        opened.session.wait_until_left(opened.receivers)
+        outcome, silence_s = opened.session.outcome, self._settings.silence_timeout_s
+        if outcome is not None and outcome.kind is OutcomeKind.REFUSED:
+            # One rank's refusal can come before another rank has arrived, which should hear of it too.
+            opened.session.wait_until_left(range(1, self._num_receivers + 1), grace_s=silence_s)
+        else:
+            opened.session.wait_until_left(opened.receivers, grace_s=min(_LINGER_S, silence_s))
         per_rank = [f"{name}/{rank}" for rank in opened.receivers for name in ("hello", "ack", "digests")]
         opened.session.withdraw(["manifest", *per_rank])
         opened.session.close()
-        outcome = opened.session.outcome
         # After a failure a connection may be stuck in a call; the next refit makes new ones.
         if self._links is not None and not (outcome and outcome.committed):
             self._links.close()

@@ -9,7 +9,7 @@ a rank *causes or sees itself* (an exception, a difference, silence) is written 
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
 from nemo_rl_core.errors import RefitError
@@ -133,6 +133,7 @@ class Session:
         self._own_meter = SilenceMeter(silence_s)
         self._own_clock = RunningClock(silence_s)
         self._decided: Outcome | None = None
+        self._alone = False
 
     def key(self, name: str) -> str:
         """Return the store key of a name in this session."""
@@ -187,6 +188,7 @@ class Session:
 
     def refuse_alone(self, cause: str) -> RefitError:
         """Return the error of a refusal that concerns this process only; the others go on."""
+        self._alone = True
         self._decided = Outcome(kind=OutcomeKind.REFUSED, cause=cause, phase=self.phase, culprit=str(self.me))
         return self._decided.error(self.version)
 
@@ -369,11 +371,11 @@ class Session:
             time.sleep(poll_s)
         return value
 
-    def wait_until_left(self, ranks: Mapping[int, Identity]) -> None:
-        """Give the other ranks a moment to read the outcome before the store may go away; never raises."""
+    def wait_until_left(self, ranks: Iterable[int], *, grace_s: float) -> None:
+        """Give other ranks a moment to read the outcome before the store may go away; never raises."""
         clock = RunningClock(self.silence_s)
         missing = set(ranks)
-        while missing and clock.read() < min(1.0, self.silence_s):
+        while missing and clock.read() < grace_s:
             try:
                 missing = {rank for rank in missing if self._control.read(self.key(f"left/{rank}")) is None}
             except (StoreGoneError, StoreSilentError):
@@ -382,7 +384,7 @@ class Session:
 
     def leave(self) -> None:
         """Say that this rank has read the outcome; never raises."""
-        if not self._monitor.joined:
+        if self._alone:
             return
         try:
             self._claims.set(self.key(f"left/{self.me.rank}"), "1")

@@ -97,7 +97,7 @@ def collect(
     completions = generator.generate(requests)
     if len(completions) != len(requests):
         raise DataError(f"the backend returned {len(completions)} completions for {len(requests)} requests")
-    texts = [tokenizer.decode(c.token_ids, skip_special_tokens=True) for c in completions]
+    texts = [str(tokenizer.decode(list(c.token_ids), skip_special_tokens=True)) for c in completions]
     rewards, failures = [], []
     for index, ((_, prompt, _), text) in enumerate(zip(pairs, texts, strict=True)):
         try:

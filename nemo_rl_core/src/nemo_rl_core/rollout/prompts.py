@@ -4,6 +4,7 @@
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
@@ -56,7 +57,8 @@ def _encode(prompt: Prompt, tokenizer: PreTrainedTokenizerBase) -> list[int]:
             "the task has chat prompts, but the tokenizer has no chat template; set policy.tokenizer.chat_template"
         )
     messages = [dict(message) for message in prompt.messages]
-    return tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=False)
+    ids: Any = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=False)
+    return list(ids)
 
 
 class PromptSampler:

@@ -7,7 +7,7 @@ import importlib
 import os
 import socket
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Mapping
 from typing import Any, Literal
 
 import torch
@@ -239,7 +239,7 @@ class DTensorPolicyWorker:
         return {name: _local(p).detach().cpu().clone() for name, p in self._model.named_parameters()}
 
     @contextlib.contextmanager
-    def _reference_weights(self) -> Iterator[None]:
+    def _reference_weights(self) -> Generator[None]:
         if self._reference is None:
             raise StateError(
                 "there is no reference policy; set loss_fn.reference_policy_kl_penalty above 0 to keep one"
@@ -273,4 +273,4 @@ def _remove_dropout(model: nn.Module) -> None:
         if isinstance(module, nn.Dropout):
             module.p = 0.0
         if isinstance(getattr(module, "attention_dropout", None), float):
-            module.attention_dropout = 0.0
+            setattr(module, "attention_dropout", 0.0)  # noqa: B010 - a plain attribute to Python, a Module to checkers

@@ -176,7 +176,9 @@ class LogprobModel(nn.Module):
 
     def _chunk_logprobs(self, hidden_TD: torch.Tensor, targets_T: torch.Tensor) -> torch.Tensor:
         """Return float32 [T] logprobs of ``targets_T``."""
-        logits_TV = self._scale(self.model.get_output_embeddings()(hidden_TD)).float() / self.temperature
+        head = self.model.get_output_embeddings()
+        assert head is not None
+        logits_TV = self._scale(head(hidden_TD)).float() / self.temperature
         return torch.log_softmax(logits_TV, dim=-1).gather(1, targets_T[:, None]).squeeze(1)
 
     def _scale(self, logits: torch.Tensor) -> torch.Tensor:

@@ -60,13 +60,16 @@ class TorchGenerationWorker:
         self.settings = settings
         self.rank, self.world_size = rank, world_size
         self.device = torch.device("cuda", local_rank) if device == "cuda" else torch.device("cpu")
-        self._model = _build(settings.model).to(self.device)
+        self._model = _build(settings.model, self.device)
         self._tokenizer = build_tokenizer(settings.tokenizer)
         self._max_batch_size = int(settings.options.get("max_batch_size", DEFAULT_MAX_BATCH_SIZE))
         self._stream = torch.Generator().manual_seed(settings.seed * 7919 + rank)
         self._sink = ModelSink(self._model)
         self._receiver = RefitReceiver(
-            rank=rank + 1, num_receivers=world_size, settings=RefitSettings(**settings.refit)
+            rank=rank + 1,
+            num_receivers=world_size,
+            settings=RefitSettings(**settings.refit),
+            device_id=device_identity(self.device, f"generation-{rank}"),
         )
 
     def generate(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
@@ -225,9 +228,9 @@ class _Row:
         )
 
 
-def _build(settings: ModelSettings) -> PreTrainedModel:
+def _build(settings: ModelSettings, device: torch.device) -> PreTrainedModel:
     """Build the architecture in its compute type; random weights, in eval mode."""
     dtype = torch.bfloat16 if settings.precision == "bfloat16" else torch.float32
-    model = random_model(settings, dtype, seed_offset=DUMMY_SEED_OFFSET).eval()
+    model: Any = random_model(settings, dtype, seed_offset=DUMMY_SEED_OFFSET)
     model.config.use_cache = True
-    return model.requires_grad_(False)
+    return model.to(device).eval().requires_grad_(False)

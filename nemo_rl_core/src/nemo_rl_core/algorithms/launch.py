@@ -1,0 +1,147 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Bring the workers of a plan up on Ray, and down again whatever happens."""
+
+import contextlib
+import os
+from collections.abc import Callable, Generator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from nemo_rl_core import guard
+from nemo_rl_core.algorithms.assemble import generation_settings, policy_settings
+from nemo_rl_core.algorithms.plan import RolePlan, RunPlan
+from nemo_rl_core.config.run import RunConfig
+from nemo_rl_core.distributed.cluster_facts import has_gpus, has_node_label
+from nemo_rl_core.distributed.ray_runtime import start_ray
+from nemo_rl_core.distributed.virtual_cluster import RayVirtualCluster
+from nemo_rl_core.distributed.worker_groups import RayWorkerBuilder, RayWorkerGroup
+from nemo_rl_core.errors import NemoRLError
+
+__all__ = ["Fleet", "launch"]
+
+OBJECT_STORE_BYTES = 256 * 2**20
+SHUTDOWN_TIMEOUT_S = 20.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fleet:
+    """The workers of a run.
+
+    Attributes:
+        train: The train workers.
+        generation: The generation workers.
+    """
+
+    train: RayWorkerGroup
+    generation: RayWorkerGroup
+
+    def roles(self) -> dict[str, list[dict[str, Any]]]:
+        """Return what ``summary.json`` says of each worker: backend, engine version, interpreter, host, ..."""
+        told = {
+            "train": self.train.run_all_workers_single_data("describe").get_results(),
+            "generation": self.generation.run_all_workers_single_data("describe").get_results(),
+        }
+        known = {"train": self.train.identities(), "generation": self.generation.identities()}
+        return {role: [{**k, **t} for k, t in zip(known[role], told[role], strict=True)] for role in told}
+
+    def firewall(self) -> dict[str, Any]:
+        """Return the guard's ledgers of the driver and of every worker, merged."""
+        ledgers: list[Any] = [guard.ledger().as_dicts()]
+        for group in (self.train, self.generation):
+            ledgers += group.firewall_reports()
+        attempts: dict[str, int] = {}
+        for attempt in (attempt for ledger in ledgers for attempt in ledger["attempts"]):
+            attempts[attempt["package"]] = attempts.get(attempt["package"], 0) + attempt["count"]
+        violations = [violation for ledger in ledgers for violation in ledger["violations"]]
+        return {"violations": violations, "third_party_attempts": attempts}
+
+
+@contextlib.contextmanager
+def launch(config: RunConfig, plan: RunPlan) -> Generator[Fleet]:
+    """Start Ray or attach to it, reserve room, start both kinds of workers at the same time, and end them all.
+
+    Raises:
+        ClusterError: If Ray or room is missing.
+        WorkerError: If a worker did not come up; the first cause.
+    """
+    slots = plan.train.world_size + plan.generation.world_size
+    with contextlib.ExitStack() as stack:
+        runtime = stack.enter_context(
+            start_ray(
+                num_cpus=slots,
+                address=plan.address,
+                on_violation=config.firewall.on_violation,
+                local_options={"object_store_memory": OBJECT_STORE_BYTES * slots},
+            )
+        )
+        device = _device(plan)
+        env_vars = _thread_variables(slots) if runtime.is_local else {}
+        starts = [
+            _starter(config, plan.train, device, policy_settings(config), env_vars),
+            _starter(config, plan.generation, device, generation_settings(config, plan.options), env_vars),
+        ]
+        train, generation = _start_all(stack, starts)
+        yield Fleet(train=train, generation=generation)
+
+
+def _starter(
+    config: RunConfig, role: RolePlan, device: Literal["cpu", "cuda"], settings: Any, env_vars: dict[str, str]
+) -> Callable[[contextlib.ExitStack], RayWorkerGroup]:
+    """Return what reserves a role's room and starts its workers."""
+
+    def start(stack: contextlib.ExitStack) -> RayWorkerGroup:
+        cluster = RayVirtualCluster(
+            role.bundles_per_node,
+            use_gpus=device == "cuda",
+            name=role.role,
+            label_selector=_label_selector(role),
+            timeout_s=config.workers.start_timeout_s,
+        )
+        stack.callback(cluster.shutdown)
+        group = RayWorkerGroup(
+            cluster,
+            RayWorkerBuilder(role.worker_class, settings, device=device),
+            name_prefix={"train": "policy", "generation": "generation"}[role.role],
+            role=role.role,
+            environment=role.environment,
+            env_vars=env_vars,
+            on_violation=config.firewall.on_violation,
+            start_timeout_s=config.workers.start_timeout_s,
+            call_timeout_s=config.workers.call_timeout_s,
+        )
+        stack.callback(group.shutdown, timeout_s=SHUTDOWN_TIMEOUT_S)
+        return group
+
+    return start
+
+
+def _start_all(
+    stack: contextlib.ExitStack, starts: list[Callable[[contextlib.ExitStack], RayWorkerGroup]]
+) -> list[RayWorkerGroup]:
+    """Start all groups in threads of their own; what has started when one fails is ended by ``stack``."""
+    with ThreadPoolExecutor(len(starts), thread_name_prefix="start") as pool:
+        futures = [pool.submit(start, stack) for start in starts]
+        errors = [error for future in futures if (error := future.exception()) is not None]
+    if errors:
+        raise next((error for error in errors if isinstance(error, NemoRLError)), errors[0])
+    return [future.result() for future in futures]
+
+
+def _device(plan: RunPlan) -> Literal["cpu", "cuda"]:
+    """Settle ``auto`` by what the cluster has."""
+    if plan.device != "auto":
+        return plan.device
+    return "cuda" if has_gpus() else "cpu"
+
+
+def _label_selector(role: RolePlan) -> dict[str, str]:
+    """Ask for the node label ``role`` where the cluster's nodes carry it."""
+    return {"role": role.node_label} if has_node_label("role") else {}
+
+
+def _thread_variables(slots: int) -> dict[str, str]:
+    """Share this machine's cores among the workers, unless the user has decided."""
+    if "OMP_NUM_THREADS" in os.environ:
+        return {}
+    return {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // slots))}

@@ -1,0 +1,10 @@
+# SPDX-License-Identifier: Apache-2.0
+import os
+
+# Before torch is imported anywhere: several test processes share two cores.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+from tests.strategies import use_reproducible_examples
+
+use_reproducible_examples()
