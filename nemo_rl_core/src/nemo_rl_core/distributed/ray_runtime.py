@@ -153,7 +153,7 @@ def start_ray(
     runtime_env = {"worker_process_setup_hook": SETUP_HOOK, "env_vars": variables}
     target = address or os.environ.get("RAY_ADDRESS")
     attaching = target not in (None, "", "local")
-    if attaching:
+    if target is not None and attaching:
         _check_reachable(target)
     options: dict[str, Any] = (
         {} if attaching else {"num_cpus": num_cpus, "include_dashboard": False, **(local_options or {})}

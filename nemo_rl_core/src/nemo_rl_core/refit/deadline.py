@@ -2,6 +2,7 @@
 """Finite waits, and silence told apart from having been asleep oneself."""
 
 import time
+from collections.abc import Callable
 
 __all__ = ["Deadline", "RunningClock", "SilenceMeter"]
 
@@ -32,17 +33,18 @@ class RunningClock:
     between two readings counts for more than ``max_step_s``, so a long gap is not held against the others.
     """
 
-    def __init__(self, max_step_s: float) -> None:
-        """Start at 0."""
+    def __init__(self, max_step_s: float, now: Callable[[], float] = time.monotonic) -> None:
+        """Start at 0; ``now`` gives the time in seconds."""
         self._max_step_s = max_step_s
-        self._last = time.monotonic()
+        self._now = now
+        self._last = now()
         self._elapsed = 0.0
         #: Longest time between two readings, in seconds.
         self.longest_gap_s = 0.0
 
     def read(self) -> float:
         """Return the seconds that this process is known to have run since the start."""
-        now = time.monotonic()
+        now = self._now()
         gap = now - self._last
         self._last = now
         self.longest_gap_s = max(self.longest_gap_s, gap)
@@ -53,10 +55,10 @@ class RunningClock:
 class SilenceMeter:
     """Says when a counter that a live peer keeps raising has stood still too long."""
 
-    def __init__(self, limit_s: float) -> None:
-        """Take the limit in seconds."""
+    def __init__(self, limit_s: float, now: Callable[[], float] = time.monotonic) -> None:
+        """Take the limit in seconds; ``now`` gives the time in seconds."""
         self.limit_s = limit_s
-        self._clock = RunningClock(limit_s / 4)
+        self._clock = RunningClock(limit_s / 4, now)
         self._since = 0.0
         self._counter: int | None = None
 
