@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The table of case ids in tests/README.md, made from the docstrings of the tests.
 
-    python -m tests.case_table      # writes the table anew
+python -m tests.case_table      # writes the table anew
 """
 
 import ast
@@ -35,7 +35,7 @@ def table() -> str:
         for place in places:
             file, _, name = place.partition("::")
             by_file[file].append(name)
-        cells = [f"`{file}`: " + ", ".join(f"`{name}`" for name in names) for file, names in by_file.items()]
+        cells = [f"`tests/{file}`: " + ", ".join(f"`{name}`" for name in names) for file, names in by_file.items()]
         lines.append(f"| {case} | {'; '.join(cells)} |")
     return "\n".join(lines)
 

@@ -60,8 +60,8 @@ def stripped(command: str) -> str:
 
 
 def pages() -> list[str]:
-    """Every page, relative to the root; tests and shared notes are not documentation."""
-    folders = (".", "nemo_rl_core", "nemo_rl_vllm", "contracts", "benchmarks")
+    """Every page, relative to the root."""
+    folders = (".", "nemo_rl_core", "nemo_rl_vllm", "contracts", "benchmarks", "tests")
     found = [path for folder in folders for path in (ROOT / folder).glob("*.md")]
     found += [path for folder in ("docs", "examples") for path in (ROOT / folder).rglob("*.md")]
     return sorted(path.relative_to(ROOT).as_posix() for path in found)

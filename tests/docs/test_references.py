@@ -11,7 +11,9 @@ from nemo_rl_core.plugins import GENERATION_GROUP
 from tests.docs.pages import ROOT, pages
 
 LINK = re.compile(r"\[[^\]]+\]\(([^)#\s]+)(?:#[^)]*)?\)")
-FILE = re.compile(r"`((?:tests|docs|examples|benchmarks|contracts|nemo_rl_core|nemo_rl_vllm|\.ci)/[\w./-]+?)(?:::(\w+))?`")
+FILE = re.compile(
+    r"`((?:tests|docs|examples|benchmarks|contracts|nemo_rl_core|nemo_rl_vllm|\.ci)/[\w./-]+?)(?:::(\w+))?`"
+)
 NAME = re.compile(r"`(nemo_rl_core(?:\.\w+)+)`")
 #: Dotted names that are no Python names.
 GROUPS = {GENERATION_GROUP, ACTOR_ENTRY_POINT_GROUP}

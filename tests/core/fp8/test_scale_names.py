@@ -10,7 +10,7 @@ from fractions import Fraction
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from nemo_rl_core.errors import ScaleNameError
@@ -126,7 +126,7 @@ def test_q_is_passed_on_where_given_and_never_invented(result: dict) -> None:
 MALFORMED_KEYS = st.one_of(
     st.integers(-(10**6), -1).map(lambda n: f"layer_{n}"),
     st.tuples(st.integers(1, 5), st.integers(0, 999)).map(lambda t: f"layer_{'0' * t[0]}{t[1]}"),
-    st.text(alphabet="٠١٢٣４５६", min_size=1, max_size=5).map(lambda digits: f"layer_{digits}"),
+    st.text(alphabet="17٠١２３", min_size=1, max_size=5).filter(lambda d: not d.isascii()).map("layer_{}".format),
     st.sampled_from(["layer_", "layer", "Layer_1", "layer_1 ", " layer_1", "layer_1\n", "layer_+1", "layer_1.0", "1"]),
     st.sampled_from(["layer_" + "9" * 5000, "layer_1e3", "model.layers.1.self_attn", "layer-1", "layer_1_000", ""]),
     st.integers(),
@@ -134,6 +134,8 @@ MALFORMED_KEYS = st.one_of(
 )
 
 
+# A pattern for "digits" takes those of other scripts too, and `int` reads them.
+@example(key="layer_1٠", rest={})
 @given(key=MALFORMED_KEYS, rest=calibration_results())
 def test_a_malformed_layer_key_is_refused_by_name(key: object, rest: dict) -> None:
     with pytest.raises(ScaleNameError) as caught:

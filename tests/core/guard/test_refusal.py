@@ -212,6 +212,24 @@ except guard.ForbiddenImportError as error:
     assert sandbox.run(code, env={"ENGINE": str(sandbox.root / "engine")}).answer == "flashinfer"
 
 
+def test_a_module_below_an_engine_that_came_round_the_finders_is_refused(sandbox: Sandbox) -> None:
+    """The import system asks for the parent first, and finds it cached: the name below it is what is judged."""
+    code = """
+import importlib, importlib.util
+from nemo_rl_core import guard
+guard.arm("train")
+path = os.path.join(os.environ["ENGINE"], "vllm", "__init__.py")
+spec = importlib.util.spec_from_file_location("vllm", path)
+sys.modules["vllm"] = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(sys.modules["vllm"])
+try:
+    importlib.import_module("vllm.config")
+except guard.ForbiddenImportError as error:
+    answer(error.module)
+"""
+    assert sandbox.run(code, env={"ENGINE": str(sandbox.root / "engine")}).answer == "vllm.config"
+
+
 def test_the_error_survives_a_pickle_round_trip_without_the_engine(sandbox: Sandbox) -> None:
     code = """
 import pickle

@@ -142,8 +142,27 @@ hook(); hook()
 {TRY}
 answer(result)
 """
-    assert sandbox.run(code, env=guard.environment_for("train")).answer == "ForbiddenImportError"
+    # The role comes after the start of the interpreter, so that nothing but the hook can have armed it.
+    role = f"os.environ.update({guard.environment_for('train')!r})\n"
+    assert sandbox.run(role + code).answer == "ForbiddenImportError"
     assert sandbox.run(code).answer == "loaded"
+
+
+def test_a_child_that_is_forked_while_a_thread_records_can_record(sandbox: Sandbox) -> None:
+    """The child has a copy of the lock, and of the threads none that would open it."""
+    code = """
+import signal
+from nemo_rl_core.guard.records import Recorder
+recorder = Recorder("train")
+with recorder._lock:
+    pid = os.fork()
+    if pid == 0:
+        signal.alarm(20)
+        recorder.snapshot()
+        os._exit(0)
+answer(os.waitpid(pid, 0)[1])
+"""
+    assert sandbox.run(code).answer == 0
 
 
 def test_the_guard_needs_the_standard_library_alone(sandbox: Sandbox) -> None:

@@ -189,7 +189,10 @@ def two_rank_step(rank, world_size, store, batching):
     worker = DTensorPolicyWorker(settings_of(batching=batching), rank=rank, world_size=world_size, store=store)
     shard = batch_of().shard_by_batch_size(world_size)[rank]
     logprobs = worker.get_logprobs(shard)
+    assert torch.equal(worker.get_reference_policy_logprobs(shard), logprobs)
+    assert {p.dtype for p in worker._model.parameters()} == {torch.float32}
     metrics = worker.train(shard, LossSettings())
+    assert torch.equal(worker.get_reference_policy_logprobs(shard), logprobs)
     weights = weights_of(worker)
     digest = worker.weights_digest()
     shards = [p.to_local().numel() for p in worker._model.parameters()]

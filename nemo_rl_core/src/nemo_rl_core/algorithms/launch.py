@@ -72,11 +72,12 @@ def launch(config: RunConfig, plan: RunPlan) -> Generator[Fleet]:
                 num_cpus=slots,
                 address=plan.address,
                 on_violation=config.firewall.on_violation,
-                local_options={"object_store_memory": OBJECT_STORE_BYTES * slots},
+                allow=config.firewall.allow,
+                local_options={"object_store_memory": OBJECT_STORE_BYTES * slots, "logging_level": "ERROR"},
             )
         )
         device = _device(plan)
-        env_vars = _thread_variables(slots) if runtime.is_local else {}
+        env_vars = {"TQDM_DISABLE": "1", **(_thread_variables(slots) if runtime.is_local else {})}
         starts = [
             _starter(config, plan.train, device, policy_settings(config), env_vars),
             _starter(config, plan.generation, device, generation_settings(config, plan.options), env_vars),
@@ -107,6 +108,7 @@ def _starter(
             environment=role.environment,
             env_vars=env_vars,
             on_violation=config.firewall.on_violation,
+            allow=config.firewall.allow,
             start_timeout_s=config.workers.start_timeout_s,
             call_timeout_s=config.workers.call_timeout_s,
         )

@@ -22,7 +22,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Args:
         arguments: Without the program's name; None takes those of the process.
     """
-    options = _parser().parse_args(arguments)
+    options = _parse(arguments)
     command = importlib.import_module(f"nemo_rl_core.cli.{options.command}")
     try:
         return command.run(options)
@@ -33,6 +33,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # These say rule, value and way out themselves; a traceback would bury that.
         print(f"nemo-rl {options.command}: {error}", file=sys.stderr)
         return EXIT_BAD_INPUT if isinstance(error, ValueError | ImportError | LookupError) else EXIT_FAILED
+
+
+def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """Parse; overrides may stand before and after options, which argparse alone does not allow."""
+    parser = _parser()
+    options, rest = parser.parse_known_args(arguments)
+    if rest and (options.command != "train" or any(argument.startswith("-") for argument in rest)):
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    if rest:
+        options.overrides += rest
+    return options
 
 
 def _parser() -> argparse.ArgumentParser:

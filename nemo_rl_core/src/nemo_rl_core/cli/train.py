@@ -47,8 +47,7 @@ def run(options: argparse.Namespace) -> int:
     folder.write_config(dump_yaml(config))
     console.note(f"run folder: {folder.path}")
     record = _Record(config, folder, started)
-    with _terminate_like_interrupt():
-        _train(config, plan, ingredients, record, console)
+    _train(config, plan, ingredients, record, console)
     return 0
 
 
@@ -59,9 +58,14 @@ def _train(
     from nemo_rl_core.algorithms.assemble import assemble
     from nemo_rl_core.algorithms.launch import launch
 
-    with record.summary_at_the_end(console), MetricsLogger(record.folder.path, config.logger.tensorboard) as logger:
+    with (
+        _terminate_like_interrupt(),
+        record.summary_at_the_end(console),
+        MetricsLogger(record.folder.path, config.logger.tensorboard) as logger,
+    ):
         console.note("starting Ray and the workers ...")
-        with launch(config, plan) as fleet:
+        # Once more inside: Ray installs a handler of its own when it starts, which ends the process on the spot.
+        with launch(config, plan) as fleet, _terminate_like_interrupt():
             record.workers_are_up(fleet)
 
             def log(step: int, metrics: Mapping[str, Any]) -> None:
@@ -91,9 +95,10 @@ class _Record:
         self._steps = 0
 
     def workers_are_up(self, fleet: "Fleet") -> None:
-        """Keep who the workers are."""
+        """Keep who the workers are, and write it down: while a run goes on its summary says ``running``."""
         self._roles = fleet.roles()
         self._startup_s = time.monotonic() - self._started
+        self.folder.write_summary(self._summary("running", None))
 
     def step(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Keep the first and the last value of each metric."""

@@ -115,6 +115,7 @@ def start_ray(
     address: str | None = None,
     task_role: str = "rollout",
     on_violation: str = "raise",
+    allow: Sequence[str] = (),
     pass_variables: Sequence[str] = (),
     local_options: Mapping[str, Any] | None = None,
 ) -> RayRuntime:
@@ -126,6 +127,7 @@ def start_ray(
         address: ``host:port`` of a running cluster; None reads ``RAY_ADDRESS``, and without it a local Ray starts.
         task_role: Role of the job's plain tasks; worker groups set their own.
         on_violation: What the guard does in tasks: ``raise``, ``record`` or ``exit``.
+        allow: Top-level names that the guard lets through in tasks.
         pass_variables: Variables of the driver to pass besides ``DRIVER_VARIABLES``.
         local_options: More arguments of ``ray.init`` for a local Ray, e.g. ``num_gpus``, ``labels``,
             ``object_store_memory`` (bytes).
@@ -148,7 +150,7 @@ def start_ray(
         return _reuse(ray)
     variables = {
         **passed_variables(os.environ, pass_variables),
-        **guard.environment_for(task_role, on_violation=on_violation),
+        **guard.environment_for(task_role, on_violation=on_violation, allow=allow),
     }
     runtime_env = {"worker_process_setup_hook": SETUP_HOOK, "env_vars": variables}
     target = address or os.environ.get("RAY_ADDRESS")

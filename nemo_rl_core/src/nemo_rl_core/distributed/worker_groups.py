@@ -73,6 +73,7 @@ class RayWorkerGroup:
         sharding: NamedSharding | None = None,
         process_group: bool | None = None,
         on_violation: str = "raise",
+        allow: Sequence[str] = (),
         start_timeout_s: float = 600.0,
         call_timeout_s: float = 3600.0,
     ) -> None:
@@ -88,6 +89,7 @@ class RayWorkerGroup:
             sharding: Names the axes of the ranks; needed by ``run_all_workers_sharded_data`` alone.
             process_group: Whether rank 0 keeps a ``TCPStore`` for torch process groups; None means for role ``train``.
             on_violation: What the guard does: ``raise``, ``record`` or ``exit``.
+            allow: Top-level names that the guard lets through although the role forbids them.
             start_timeout_s: Seconds until all constructors must have returned.
             call_timeout_s: Default limit of one call, in seconds.
 
@@ -113,7 +115,7 @@ class RayWorkerGroup:
             "PYTHONNOUSERSITE": "1",
             "PYTHONPATH": "",
             **(env_vars or {}),
-            **guard.environment_for(role, on_violation=on_violation, lifted=self.environment.lifted),
+            **guard.environment_for(role, on_violation=on_violation, allow=allow, lifted=self.environment.lifted),
         }
         try:
             self._start(cluster, builder, time.monotonic() + start_timeout_s)

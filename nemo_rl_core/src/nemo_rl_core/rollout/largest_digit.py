@@ -35,7 +35,9 @@ class LargestDigit:
             raise ConfigError(f"data.task_kwargs.num_digits must be from 2 to 4, got {num_digits}")
         total = 10**num_digits
         if not 1 <= heldout < total:
-            raise ConfigError(f"data.task_kwargs.heldout must be from 1 to {total - 1} of the {total} tuples, got {heldout}")
+            raise ConfigError(
+                f"data.task_kwargs.heldout must be from 1 to {total - 1} of the {total} tuples, got {heldout}"
+            )
         tuples = list(itertools.product(range(10), repeat=num_digits))
         random.Random(seed).shuffle(tuples)
         prompts = [

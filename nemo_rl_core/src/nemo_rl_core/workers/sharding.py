@@ -32,8 +32,10 @@ def shard_model(wrapped: LogprobModel, mesh: DeviceMesh, precision: str) -> None
     else:
         policy = MixedPrecisionPolicy()
     for layer in decoder_layers(wrapped.model):
-        fully_shard(layer, mesh=mesh, mp_policy=policy)
-    fully_shard(wrapped, mesh=mesh, mp_policy=policy)
+        fully_shard(layer, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
+    # FSDP2 would leave the root whole, in its compute type, after a pass without a backward pass; whoever reads the
+    # parameters then (refit, reference policy) must find float32 shards.
+    fully_shard(wrapped, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
 
 
 @torch.no_grad()
