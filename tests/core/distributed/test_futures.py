@@ -53,10 +53,11 @@ def test_a_death_is_the_cause_also_where_a_peers_error_arrives_before_it(local_r
     assert any("connection closed by peer" in note for note in caught.value.__notes__)
 
 
-def test_among_errors_the_earliest_in_time_is_the_cause_whatever_order_they_arrive_in(local_ray):
-    calls = [call(rank, ray.put(described(rank, at))) for rank, at in enumerate([3.0, 1.0, 2.0])]
+@pytest.mark.parametrize(("times", "earliest"), [([3.0, 1.0, 2.0], 1), ([1.0, 2.0, 3.0], 0), ([2.0, 3.0, 1.0], 2)])
+def test_among_errors_the_earliest_in_time_is_the_cause_whatever_order_they_arrive_in(local_ray, times, earliest):
+    calls = [call(rank, ray.put(described(rank, at))) for rank, at in enumerate(times)]
     with pytest.raises(WorkerError) as caught:
         MultiWorkerFuture(calls, return_ranks=None, timeout_s=30.0).get_results()
-    assert caught.value.rank == 1
+    assert caught.value.rank == earliest
     assert len([note for note in caught.value.__notes__ if note.startswith("also failed")]) == 2
-    assert pickle.loads(pickle.dumps(caught.value)).rank == 1
+    assert pickle.loads(pickle.dumps(caught.value)).rank == earliest

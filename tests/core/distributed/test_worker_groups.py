@@ -168,6 +168,7 @@ def test_a_deadline_names_the_ranks_that_are_missing(echo):
     assert isinstance(caught.value, TimeoutError)
     assert caught.value.rank == 1
     assert "1 of 2 calls" in str(caught.value)
+    assert "echo-1 (rank 1" in str(caught.value)
     assert "echo-0" not in str(caught.value)
     assert echo.run_all_workers_single_data("sleep", seconds=0.0).get_results() == [0, 1]
 
