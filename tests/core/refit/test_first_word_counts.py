@@ -34,7 +34,7 @@ MANIFEST = Manifest.from_tensors(TENSORS)
     ],
 )
 def test_an_acknowledgement_of_something_else_than_was_sent_fails_the_refit(monkeypatch, field, wrong, words):
-    """U30, R33: a receiver that lost a tensor, or finished another version, is no success on either side."""
+    """U30: a receiver that lost a tensor, or finished another version, is no success on either side."""
     monkeypatch.setattr(receiver_module, "Ack", lambda **fields: Ack(**fields | {field: wrong}))
     receiver = RefitReceiver(rank=1, num_receivers=1, settings=SETTINGS, device_id="other")
     errors: list[RefitError] = []
@@ -58,7 +58,7 @@ def test_an_acknowledgement_of_something_else_than_was_sent_fails_the_refit(monk
 
 
 def test_an_outcome_is_written_once_and_every_rank_reads_the_first():
-    """R36: two ranks that fail at the same moment tell one story, and a late failure does not undo a commit."""
+    """Two ranks that fail at the same moment tell one story, and a late failure does not undo a commit."""
     listener = StoreListener("127.0.0.1")
     owner = Identity.here(role="train", rank=0, device_id="0")
     other = Identity.here(role="generation", rank=1, device_id="1")

@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Names of devices that are the same in every process, so that two ranks on one device are found out."""
+"""Who a worker is and where it computes, in words that mean the same in every process."""
 
 import os
 import socket
+import sys
 
 import torch
 
-__all__ = ["device_identity"]
+__all__ = ["describe_worker", "device_identity"]
 
 
 def device_identity(device: torch.device, owner: str) -> str:
@@ -19,3 +20,15 @@ def device_identity(device: torch.device, owner: str) -> str:
     if device.type == "cuda":
         return f"cuda:{torch.cuda.get_device_properties(device).uuid}"
     return f"cpu:{socket.gethostname()}:{os.getpid()}:{owner}"
+
+
+def describe_worker(backend: str, device: torch.device) -> dict[str, str]:
+    """Return what ``summary.json`` says of a worker of this process, whose engine is torch."""
+    return {
+        "backend": backend,
+        "engine_version": f"torch {torch.__version__}",
+        "interpreter": sys.executable,
+        "host": socket.gethostname(),
+        "pid": str(os.getpid()),
+        "device": str(device),
+    }

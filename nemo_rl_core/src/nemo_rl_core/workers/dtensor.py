@@ -4,9 +4,6 @@
 import contextlib
 import datetime
 import importlib
-import os
-import socket
-import sys
 from collections.abc import Generator, Mapping
 from typing import Any, Literal
 
@@ -20,7 +17,7 @@ from nemo_rl_core.data.batched_data_dict import BatchedDataDict
 from nemo_rl_core.errors import StateError
 from nemo_rl_core.objectives.losses import LossSettings
 from nemo_rl_core.refit.settings import RefitSettings
-from nemo_rl_core.workers.devices import device_identity
+from nemo_rl_core.workers.devices import describe_worker, device_identity
 from nemo_rl_core.workers.models import LogprobModel, build_model, check_logprobs, empty_model
 from nemo_rl_core.workers.passes import backward_passes, equal_plan, global_totals, logprob_passes
 from nemo_rl_core.workers.settings import PolicySettings
@@ -157,14 +154,7 @@ class DTensorPolicyWorker:
 
     def describe(self) -> dict[str, str]:
         """Return what ``summary.json`` says of a train worker."""
-        return {
-            "backend": "fsdp2",
-            "engine_version": f"torch {torch.__version__}",
-            "interpreter": sys.executable,
-            "host": socket.gethostname(),
-            "pid": str(os.getpid()),
-            "device": str(self.device),
-        }
+        return describe_worker("fsdp2", self.device)
 
     def shutdown(self) -> None:
         """Close the listener and leave the process group; calling it twice is fine."""

@@ -1,9 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The torch generation worker: batched decoding of a HF model with a KV cache, weights by refit."""
 
-import os
-import socket
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -18,7 +15,7 @@ from nemo_rl_core.protocols.settings import GenerationSettings, ModelSettings
 from nemo_rl_core.refit.digest import digests_of, set_digest
 from nemo_rl_core.refit.receiver import RefitReceiver
 from nemo_rl_core.refit.settings import RefitSettings
-from nemo_rl_core.workers.devices import device_identity
+from nemo_rl_core.workers.devices import describe_worker, device_identity
 from nemo_rl_core.workers.model_sink import ModelSink
 from nemo_rl_core.workers.models import random_model
 from nemo_rl_core.workers.sampling import RowSampler
@@ -114,14 +111,7 @@ class TorchGenerationWorker:
 
     def describe(self) -> Mapping[str, str]:
         """Return what ``summary.json`` says of this worker."""
-        return {
-            "backend": "torch",
-            "engine_version": f"torch {torch.__version__}",
-            "interpreter": sys.executable,
-            "host": socket.gethostname(),
-            "pid": str(os.getpid()),
-            "device": str(self.device),
-        }
+        return describe_worker("torch", self.device)
 
     def shutdown(self) -> None:
         """Close the receiver; calling it twice is fine."""
