@@ -58,13 +58,14 @@ class Check:
     tool: str
     targets: tuple[str, ...]
 
-    def arguments(self) -> list[str]:
-        """Return what the interpreter gets; a run of pytest ends at the first failure."""
+    def arguments(self, *, all_failures: bool) -> list[str]:
+        """Return what the interpreter gets; without ``all_failures`` a run of pytest ends at the first one."""
         if self.tool == "lint-imports":
             only = [argument for contract in self.targets for argument in ("--contract", contract)]
             return ["-c", _LINT, "--no-cache", *only]
         # The mark of the project's own settings would leave slow tests out, which may be the ones that are named.
-        options = ["-q", "-rfE", "--no-header", "--tb=line", "-x", "-p", "no:cacheprovider", "-m", "full or not full"]
+        options = ["-q", "-rfE", "--no-header", "--tb=line", "-p", "no:cacheprovider", "-m", "full or not full"]
+        options += [] if all_failures else ["-x"]
         # A random example that finds a mutation today and misses it tomorrow would be worth nothing.
         return ["-m", "pytest", *options, "--hypothesis-seed=0", *self.targets]
 
@@ -154,9 +155,11 @@ def interpreter(tree: Path) -> Path:
     return python
 
 
-def run(check: Check, tree: Path, *, limit_s: float = LIMIT_S) -> subprocess.CompletedProcess[str]:
+def run(
+    check: Check, tree: Path, *, limit_s: float = LIMIT_S, all_failures: bool = False
+) -> subprocess.CompletedProcess[str]:
     """Run a check in a copy of the tree, with the copy's code."""
-    return _run(check.arguments(), tree, limit_s)
+    return _run(check.arguments(all_failures=all_failures), tree, limit_s)
 
 
 def imported_from(tree: Path) -> list[Path]:

@@ -75,7 +75,7 @@ def test_an_impossible_combination_is_refused(overrides: list[str], says: str) -
         [f"{RESOURCES}.gpus_per_node=2"],
         ["cluster.num_nodes=3", f"{RESOURCES}={{num_nodes: 1, gpus_per_node: 2}}", "cluster.gpus_per_node=2"],
         ["policy.train_global_batch_size=64"],
-        ["grpo.max_val_samples=0", "grpo.val_period=0"],
+        ["grpo.max_val_samples=0", "grpo.val_period=0", "grpo.val_at_start=false"],
         ["loss_fn={use_importance_sampling_correction: true, truncated_importance_sampling_ratio: 2}"],
         ["refit.silence_timeout_s=120"],
     ],

@@ -244,3 +244,29 @@ def test_a_value_that_the_table_does_not_know_is_an_error(settings: dict[str, ob
     with pytest.raises(ValueError, match=words):
         guard.arm(**settings)
     assert guard.current_policy() is None
+
+
+def test_a_block_that_may_load_the_engine_leaves_an_armed_process_armed_and_the_engine_hidden(sandbox: Sandbox) -> None:
+    code = f"""
+{ARM}{TRY}
+with guard.armed("generation"):
+    import vllm
+answer([guard.is_armed(), guard.current_policy().role, refused(), [v.kind for v in guard.ledger().violations]])
+"""
+    armed, role, refused, kinds = sandbox.run(code).answer
+    assert (armed, role, refused) == (True, "train", True)
+    assert "preloaded" in kinds
+
+
+def test_neither_a_block_nor_a_change_of_role_forgets_what_was_seen_before(sandbox: Sandbox) -> None:
+    code = f"""
+{ARM}{TRY}
+refused()
+guard.disarm()
+with guard.armed("rollout"):
+    pass
+after_block = len(guard.ledger().violations)
+guard.arm("driver")
+answer([after_block, [v.role for v in guard.ledger().violations]])
+"""
+    assert sandbox.run(code).answer == [1, ["train"]]

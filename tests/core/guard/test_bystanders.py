@@ -88,6 +88,22 @@ answer([honest.vllm, narrow.LLM, prober.HAS, len(found.violations),
     assert outcome.stderr.count("narrow asked for vllm") == 1
 
 
+def test_code_that_a_library_makes_with_exec_is_the_librarys(sandbox: Sandbox) -> None:
+    sandbox.write({"maker.py": 'try:\n    exec("import vllm")\nexcept ImportError:\n    pass\n'}, under=sandbox.site)
+    code = """
+from nemo_rl_core import guard
+guard.arm("train", on_violation="exit")
+import maker
+try:
+    exec("import vllm")
+except guard.ForbiddenImportError:
+    pass
+"""
+    outcome = sandbox.run(code)
+    assert "maker asked for vllm" in outcome.stderr
+    assert outcome.returncode == 78, "the same by the user's own code is a violation"
+
+
 def test_a_library_without_a_fallback_fails_with_our_message(sandbox: Sandbox) -> None:
     code = f"""
 {ARM}

@@ -14,7 +14,8 @@ from nemo_rl_core.plugins import PluginState, discover, load
 from tests.core.plugins.conftest import Site
 
 GROUP = "test.group"
-TRAP = "raise RuntimeError('imported by a listing')\n"
+#: Leaves a mark, since a listing that handles errors would leave no module behind.
+TRAP = "open(f'{__file__}.sprung', 'w').close()\nraise RuntimeError('imported by a listing')\n"
 
 
 def states(group: str = GROUP, **settings: Any) -> dict[str, str]:
@@ -36,6 +37,7 @@ def test_listing_imports_nothing_and_keeps_every_state_apart(site: Site) -> None
         "twice": "duplicate",
         "typo": "broken",
     }
+    assert list(site.root.glob("*.sprung")) == []
     assert not [name for name in sys.modules if name.startswith("trap_")]
 
 

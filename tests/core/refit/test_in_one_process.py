@@ -221,3 +221,84 @@ def test_a_trainer_without_our_other_parts_can_use_it_alone():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
     assert done.stdout.strip() == "[]"
+
+
+class UnprintableError(Exception):
+    """What an engine may raise: an exception whose own text raises."""
+
+    def __str__(self) -> str:
+        raise RuntimeError("no text")
+
+
+class RaisingSink(DictSink):
+    def load(self, tensors):
+        raise UnprintableError
+
+
+def raising_source():
+    raise UnprintableError
+    yield
+
+
+@pytest.mark.parametrize("side", ["receiver", "sender"])
+def test_an_exception_without_a_text_is_named_on_both_sides_and_the_next_refit_works(side):
+    receiver = RefitReceiver(rank=1, num_receivers=1, settings=QUICK, device_id="other")
+    weights = [("w", torch.arange(3.0))]
+    with RefitSender(num_receivers=1, settings=QUICK, host="127.0.0.1") as sender:
+        sink = RaisingSink({"w": torch.zeros(3)}) if side == "receiver" else DictSink({"w": torch.zeros(3)})
+        result = in_thread(receiver.receive, sender.address, sink)
+        with pytest.raises(RefitError, match="UnprintableError") as caught:
+            sender.send(MANIFEST, weights if side == "receiver" else raising_source(), 1)
+        error = result()
+        assert isinstance(error, RefitError)
+        assert error.cause == caught.value.cause
+        assert receiver.state is WeightState.INVALID
+
+        good = DictSink({"w": torch.zeros(3)})
+        result = in_thread(receiver.receive, sender.address, good)
+        sender.send(MANIFEST, weights, 2)
+        result()
+        assert receiver.require_valid() == 2
+        assert good.tensors["w"].tolist() == [0.0, 1.0, 2.0]
+
+
+def test_manifest_and_digests_of_any_size_pass_through_the_store():
+    """A value in torch's store ends at 8 MiB; a large mixture of experts has more names than that."""
+    names = [f"{'layers.' * 140}{index}" for index in range(9_000)]
+    tensors = {name: torch.tensor([float(index)]) for index, name in enumerate(names)}
+    manifest = Manifest.from_tensors(tensors.items())
+    assert len(manifest.to_json()) > 8 * 2**20
+    # Another order than the sender's, so that the manifest itself has to be fetched.
+    sink = DictSink({name: torch.zeros(1) for name in reversed(names)})
+    receiver = RefitReceiver(rank=1, num_receivers=1, settings=RefitSettings(), device_id="other")
+    with RefitSender(num_receivers=1, settings=RefitSettings(), host="127.0.0.1") as sender:
+        result = in_thread(receiver.receive, sender.address, sink)
+        report = sender.send(manifest, tensors.items(), 1)
+        assert report.digest is not None
+        assert result().digest == report.digest
+    assert all(torch.equal(sink.tensors[name], tensor) for name, tensor in tensors.items())
+
+
+@pytest.mark.parametrize("version", [None, "7", 1.5, True, -1])
+def test_a_version_that_is_no_integer_from_zero_on_is_refused_before_anything_starts(version):
+    with (
+        RefitSender(num_receivers=1, settings=QUICK, host="127.0.0.1") as sender,
+        pytest.raises(ValueError, match=f"integer from 0 on, got {version!r}"),
+    ):
+        sender.open(MANIFEST, version)
+
+
+@pytest.mark.parametrize("seconds", [0.0, -1.0, 1e10, float("inf"), float("nan")])
+@pytest.mark.parametrize("field", ["rendezvous_timeout_s", "transfer_timeout_s", "silence_timeout_s"])
+def test_a_time_limit_is_above_zero_and_at_most_a_week(field, seconds):
+    with pytest.raises(ValueError, match=f"{field} must be above 0 s"):
+        RefitSettings(**{field: seconds})
+
+
+def test_a_sender_that_cannot_reach_its_own_store_in_time_says_so_as_a_refit_error():
+    hasty = RefitSettings(rendezvous_timeout_s=1e-6)
+    with (
+        RefitSender(num_receivers=1, settings=hasty, host="127.0.0.1") as sender,
+        pytest.raises(RefitPeerLostError, match="could not connect to its own store"),
+    ):
+        sender.send(MANIFEST, [("w", torch.zeros(3))], 1)

@@ -28,9 +28,13 @@ class RefitSection(Section):
     bucket_bytes: int = Field(
         default=64 * 2**20, ge=512, description="Bytes of one transfer bucket; the sender's rules."
     )
-    rendezvous_timeout_s: float = Field(default=60.0, gt=0, description="Seconds until all ranks must have met.")
-    transfer_timeout_s: float = Field(default=120.0, gt=0, description="Seconds that one refit may take.")
-    silence_timeout_s: float = Field(default=10.0, gt=0, description="Seconds without a sign of life of a peer.")
+    rendezvous_timeout_s: float = Field(
+        default=60.0, gt=0, le=604800, description="Seconds until all ranks must have met."
+    )
+    transfer_timeout_s: float = Field(default=120.0, gt=0, le=604800, description="Seconds that one refit may take.")
+    silence_timeout_s: float = Field(
+        default=10.0, gt=0, le=604800, description="Seconds without a sign of life of a peer."
+    )
     digest: bool = Field(
         default=True, description="Compare a digest of the live weights after each refit; one more pass."
     )
@@ -39,8 +43,12 @@ class RefitSection(Section):
 class WorkersSection(Section):
     """Deadlines of worker processes."""
 
-    start_timeout_s: float = Field(default=600.0, gt=0, description="Seconds until every constructor has returned.")
-    call_timeout_s: float = Field(default=3600.0, gt=0, description="Seconds that one call of a worker may take.")
+    start_timeout_s: float = Field(
+        default=600.0, gt=0, le=604800, description="Seconds until every constructor has returned."
+    )
+    call_timeout_s: float = Field(
+        default=3600.0, gt=0, le=604800, description="Seconds that one call of a worker may take."
+    )
 
 
 class EnvSection(Section):

@@ -54,6 +54,15 @@ def _name(frame: FrameType) -> str:
     return name if isinstance(name, str) else "?"
 
 
+def _file(frame: FrameType) -> str:
+    """Return the file of the code; for code made by ``exec`` that of the module it runs in."""
+    file = frame.f_code.co_filename
+    if file.startswith("<") and not file.startswith("<frozen "):
+        own = frame.f_globals.get("__file__")
+        return own if isinstance(own, str) else file
+    return file
+
+
 def _is_importlib(frame: FrameType) -> bool:
     name = _name(frame)
     return name.startswith("importlib.") or name in ("importlib", "_frozen_importlib", "_frozen_importlib_external")
@@ -65,7 +74,7 @@ def _is_installed(file: str) -> bool:
 
 def _is_plumbing(frame: FrameType) -> bool:
     """Tell whether this frame only passes an import on: importlib, the standard library, a known helper."""
-    file = frame.f_code.co_filename
+    file = _file(frame)
     if _is_importlib(frame) or file.startswith("<frozen "):
         return True
     name = _name(frame)
@@ -120,7 +129,7 @@ def identify(frame: FrameType | None) -> Asker:
         if step.f_code.co_name == "<module>" and not _is_plumbing(step):
             chain.append(_describe(step))
         step = step.f_back
-    module, file = _name(asker), asker.f_code.co_filename
+    module, file = _name(asker), _file(asker)
     is_ours = module.partition(".")[0] in FIRST_PARTY_ROOTS
     return Asker(
         module=module,

@@ -117,6 +117,8 @@ def armed(
 ) -> Generator[Callable[[], Ledger]]:
     """Arm within a block; afterwards the guard is what it was before, armed or not.
 
+    A forbidden module that the block was allowed to load is then a violation on record, and hidden from later imports.
+
     Args:
         role: As ``arm``.
         on_violation: As ``arm``.
@@ -142,9 +144,11 @@ def armed(
         yield _arm(policy, by_environment=False).snapshot
     finally:
         disarm()
+        _recorder = recorder_before
         if before is not None:
-            _recorder = recorder_before
-            _arm(before.policy, by_environment=before.by_environment)
+            # What the block was allowed to load is hidden and put on record. Raising here would leave the process
+            # unguarded, and hide the block's own exception.
+            _arm(before.policy, by_environment=before.by_environment, hide_preloaded=True)
 
 
 def ledger() -> Ledger:
@@ -162,8 +166,14 @@ def is_armed() -> bool:
     return _active is not None and _is_first(_active.finder)
 
 
-def _arm(policy: Policy, *, by_environment: bool) -> Recorder:
-    """Put the policy in force and return the recorder that it writes to."""
+def _arm(policy: Policy, *, by_environment: bool, hide_preloaded: bool = False) -> Recorder:
+    """Put the policy in force and return the recorder that it writes to.
+
+    Args:
+        policy: The rule.
+        by_environment: Whether the environment asked for it.
+        hide_preloaded: Hide modules that are loaded already, also where ``on_violation`` says otherwise.
+    """
     global _active, _recorder
     if _active is not None:
         if _active.policy.role != policy.role and not _active.by_environment:
@@ -177,8 +187,10 @@ def _arm(policy: Policy, *, by_environment: bool) -> Recorder:
             return _active.finder.recorder
         disarm()
     if _recorder is None or _recorder.role != policy.role:
-        _recorder = Recorder(policy.role)
-    hidden = _settle_preloaded(policy, _recorder)
+        earlier, _recorder = _recorder, Recorder(policy.role)
+        if earlier is not None:
+            _recorder.adopt(earlier)
+    hidden = _settle_preloaded(policy, _recorder, hide=hide_preloaded or policy.on_violation == "record")
     finder = GuardFinder(policy, _recorder)
     _active = _Active(
         policy=policy, by_environment=by_environment, finder=finder, previous_path=sys.meta_path, hidden=hidden
@@ -216,8 +228,13 @@ def _self_test() -> None:
         )
 
 
-def _settle_preloaded(policy: Policy, recorder: Recorder) -> dict[str, ModuleType]:
+def _settle_preloaded(policy: Policy, recorder: Recorder, *, hide: bool) -> dict[str, ModuleType]:
     """Deal with forbidden modules that are loaded already; a finder never sees those.
+
+    Args:
+        policy: The rule.
+        recorder: Where they are put on record.
+        hide: Hide them; else ``on_violation`` says what happens.
 
     Returns:
         The modules that were hidden, by name.
@@ -243,9 +260,9 @@ def _settle_preloaded(policy: Policy, recorder: Recorder) -> dict[str, ModuleTyp
         f"loaded before the guard was armed: {'; '.join(lines)}. Rule: {policy.rule_for(tops[0])}. Way out: arm first "
         f"(NEMO_RL_ROLE={policy.role} in the environment arms when the interpreter starts), or remove the import"
     )
-    if policy.on_violation == "exit":
+    if not hide and policy.on_violation == "exit":
         end_process(message)
-    if policy.on_violation == "raise":
+    if not hide:
         raise ForbiddenImportError(message, role=policy.role, module=tops[0], importer=", ".join(_holders(tops[0])))
     report(message)
     for name in loaded:

@@ -276,7 +276,7 @@ class _Attempt:
         expected = self._sink.manifest()
         # Equal digests mean equal names, shapes, dtypes and order: then the sender's copy need not be fetched.
         same = offer.manifest_digest == expected.digest
-        self._manifest = expected if same else Manifest.from_json(session.read("manifest") or "[]")
+        self._manifest = expected if same else Manifest.from_json(session.read_text("manifest") or "[]")
         differences = handshake.offer_differences(
             offer,
             self._manifest,
@@ -378,7 +378,7 @@ class _Attempt:
         if self._settings.digest:
             digests = digests_of(self._sink.live_tensors())
             digest = set_digest(self._manifest, digests)
-            session.set(f"digests/{session.me.rank}", json.dumps(digests))
+            session.set_text(f"digests/{session.me.rank}", json.dumps(digests))
         session.phase = "acknowledge"
         ack = Ack(
             rank=session.me.rank,

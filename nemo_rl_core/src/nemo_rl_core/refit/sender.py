@@ -12,14 +12,21 @@ from typing import Any, Self
 
 import torch
 
-from nemo_rl_core.errors import RefitError, StateError
+from nemo_rl_core.errors import RefitError, RefitPeerLostError, StateError
 from nemo_rl_core.refit import handshake
 from nemo_rl_core.refit.deadline import Deadline
 from nemo_rl_core.refit.digest import digest_of_bytes, first_difference, set_digest
 from nemo_rl_core.refit.handshake import Hello, Identity, Offer
 from nemo_rl_core.refit.manifest import Manifest, TensorSpec
 from nemo_rl_core.refit.packing import Bucket, Packer, cut
-from nemo_rl_core.refit.rendezvous import StoreLinks, StoreListener, address_towards, join_address
+from nemo_rl_core.refit.rendezvous import (
+    StoreGoneError,
+    StoreLinks,
+    StoreListener,
+    StoreSilentError,
+    address_towards,
+    join_address,
+)
 from nemo_rl_core.refit.report import Ack, RefitReport
 from nemo_rl_core.refit.session import Session
 from nemo_rl_core.refit.settings import DEFAULT_SETTINGS, RefitSettings
@@ -100,6 +107,7 @@ class RefitSender:
             RefitTimeoutError: If a rank is missing.
             RefitError: If the refit failed otherwise.
             StateError: If the sender is closed or a refit is open.
+            ValueError: If the manifest is empty or the version is no integer from 0 on.
         """
         if self._listener is None:
             raise StateError("a closed RefitSender cannot open a refit: make a new one")
@@ -108,6 +116,8 @@ class RefitSender:
                 f"one refit at a time, but that to version {self._opened.session.version} is still open: "
                 "transfer or abort it first"
             )
+        if isinstance(version, bool) or not isinstance(version, int) or version < 0:
+            raise ValueError(f"the version of a refit is an integer from 0 on, got {version!r}")
         if not len(manifest):
             raise ValueError("a refit moves at least one tensor, got an empty manifest: an empty one proves nothing")
         started = time.monotonic()
@@ -254,8 +264,10 @@ class RefitSender:
             opened.session.wait_until_left(range(1, self._num_receivers + 1), grace_s=silence_s)
         else:
             opened.session.wait_until_left(opened.receivers, grace_s=min(_LINGER_S, silence_s))
-        per_rank = [f"{name}/{rank}" for rank in opened.receivers for name in ("hello", "ack", "digests")]
-        opened.session.withdraw(["manifest", *per_rank])
+        opened.session.withdraw(
+            names=[f"{name}/{rank}" for rank in opened.receivers for name in ("hello", "ack")],
+            texts=["manifest", *(f"digests/{rank}" for rank in opened.receivers)],
+        )
         opened.session.close()
         # After a failure a connection may be stuck in a call; the next refit makes new ones.
         if self._links is not None and not (outcome and outcome.committed):
@@ -265,11 +277,21 @@ class RefitSender:
     def _linked(self) -> StoreLinks:
         if self._links is None:
             settings = self._settings
-            self._links = StoreLinks(
-                self._endpoint,
-                connect_timeout_s=settings.rendezvous_timeout_s,
-                answer_timeout_s=settings.silence_timeout_s,
-            )
+            try:
+                self._links = StoreLinks(
+                    self._endpoint,
+                    connect_timeout_s=settings.rendezvous_timeout_s,
+                    answer_timeout_s=settings.silence_timeout_s,
+                )
+            except (StoreGoneError, StoreSilentError) as error:
+                cause = f"{self._me} could not connect to its own store at {self.address}: {error}"
+                raise RefitPeerLostError(
+                    f"refit failed (rendezvous): {cause}. See whether this host can reach itself by that address (reverse "
+                    "DNS that times out costs 5 s a connection), or raise rendezvous_timeout_s.",
+                    cause=cause,
+                    phase="rendezvous",
+                    culprit=str(self._me),
+                ) from error
         return self._links
 
     def _announce(self, opened: _Opened, session_id: str) -> None:
@@ -285,7 +307,7 @@ class RefitSender:
             settings=self._settings,
         )
         session.join()
-        session.set("manifest", opened.manifest.to_json())
+        session.set_text("manifest", opened.manifest.to_json())
         session.announce(offer.to_json())
 
     def _gather(self, opened: _Opened, deadline: Deadline) -> None:
@@ -383,7 +405,7 @@ class RefitSender:
                     cause = f"{who} acknowledged {name} {got}, sent was {sent}"
                     raise session.fail(OutcomeKind.FAILED, cause, culprit=who)
             if digest != ack.digest:
-                live = json.loads(session.read(f"digests/{ack.rank}") or "{}")
+                live = json.loads(session.read_text(f"digests/{ack.rank}") or "{}")
                 first = first_difference(manifest, digests, live)
                 cause = f"the live weights of {who} are not those that were sent; first differing tensor: {first!r}"
                 raise session.fail(OutcomeKind.FAILED, cause, culprit=who)

@@ -36,6 +36,8 @@ OPEN_KEY = "refit/open"
 T = TypeVar("T")
 
 _POLL_S = 0.002
+#: Characters of one value in the store, well below its limit also where each takes several bytes.
+_PART_CHARS = 2**20
 _WORK_POLL_S = 0.0005
 _HEARTBEATS_PER_LIMIT = 8
 _LONGEST_HEARTBEAT_S = 0.25
@@ -96,6 +98,14 @@ class _Monitor:
     def close(self) -> None:
         """Let the thread end; does not wait for it."""
         self._stop.set()
+
+
+def _describe(error: BaseException) -> str:
+    """Return type and text of an exception, also where its own ``__str__`` is broken."""
+    try:
+        return f"{type(error).__name__}: {error}"
+    except Exception as broken:  # noqa: BLE001 - an engine's class may raise anything here
+        return f"{type(error).__name__} (its text cannot be made: {type(broken).__name__})"
 
 
 def silent(who: Identity, silence_s: float, phase: str) -> Outcome:
@@ -194,7 +204,7 @@ class Session:
 
     def fail_by(self, error: BaseException) -> RefitError:
         """Record an exception of this rank's own side."""
-        return self.fail(OutcomeKind.FAILED, f"{self.me}: {type(error).__name__}: {error}")
+        return self.fail(OutcomeKind.FAILED, f"{self.me}: {_describe(error)}")
 
     def fail_derived(self, error: BaseException) -> RefitError:
         """Record a failure that this rank only suffers, after giving the one who caused it time to be recorded."""
@@ -271,14 +281,37 @@ class Session:
         """Return the value of a key of this session, or None."""
         return self._ask(lambda: self._control.read(self.key(name), self.check))
 
+    def set_text(self, name: str, text: str) -> None:
+        """Set a key of this session to a text of any length; the store itself refuses values above 8 MiB."""
+        parts = [text[start : start + _PART_CHARS] for start in range(0, len(text), _PART_CHARS)]
+        for index, part in enumerate(parts):
+            self.set(f"{name}/{index}", part)
+        self.set(name, str(len(parts)))
+
+    def read_text(self, name: str) -> str | None:
+        """Return what ``set_text`` set, or None."""
+        count = self.read(name)
+        if count is None:
+            return None
+        return "".join(self.read(f"{name}/{index}") or "" for index in range(int(count)))
+
     def announce(self, offer: str) -> None:
         """Open this session to receivers."""
         self._ask(lambda: self._control.set(OPEN_KEY, offer, self.check))
 
-    def withdraw(self, names: Iterable[str]) -> None:
-        """Close this session to receivers and remove the named keys; never raises. The outcome stays readable."""
+    def withdraw(self, names: Iterable[str], texts: Iterable[str]) -> None:
+        """Close this session to receivers and remove what it set; never raises. The outcome stays readable.
+
+        Args:
+            names: Keys of this session.
+            texts: Keys that ``set_text`` set.
+        """
         try:
-            for key in (OPEN_KEY, *map(self.key, names)):
+            keys = [self.key(name) for name in names]
+            for name in texts:
+                count = self._control.read(self.key(name))
+                keys += [self.key(name), *(self.key(f"{name}/{index}") for index in range(int(count or 0)))]
+            for key in (OPEN_KEY, *keys):
                 self._control.delete(key)
         except (StoreGoneError, StoreSilentError):
             return

@@ -7,6 +7,10 @@ from dataclasses import dataclass
 __all__ = ["DEFAULT_SETTINGS", "RefitSettings"]
 
 
+#: A week. Gloo counts milliseconds and overflows on absurd times, which would end a refit at once.
+LONGEST_S = 7 * 24 * 3600.0
+
+
 @dataclass(frozen=True, kw_only=True)
 class RefitSettings:
     """Sizes and deadlines of a refit. The sender's travel in the handshake and rule, so both sides agree.
@@ -31,14 +35,16 @@ class RefitSettings:
         """Check ranges.
 
         Raises:
-            ValueError: If a size is below 1 or a time is not positive and finite; the message names the field.
+            ValueError: If a size is below 1 or a time is not above 0 and at most a week; the message names the field.
         """
         if self.bucket_bytes < 1:
             raise ValueError(f"refit setting bucket_bytes must be at least 1, got {self.bucket_bytes}")
         for field in ("rendezvous_timeout_s", "transfer_timeout_s", "silence_timeout_s"):
             value = getattr(self, field)
-            if not (math.isfinite(value) and value > 0):
-                raise ValueError(f"refit setting {field} must be a finite time above 0 s, got {value!r}")
+            if not (math.isfinite(value) and 0 < value <= LONGEST_S):
+                raise ValueError(
+                    f"refit setting {field} must be above 0 s and at most {LONGEST_S:.0f} s, got {value!r}"
+                )
 
 
 #: What holds where nothing is given.
