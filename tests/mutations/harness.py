@@ -133,7 +133,8 @@ def apply(patch: Path, tree: Path, *, dry_run: bool = False) -> subprocess.Compl
     """Apply a patch to a copy of the tree."""
     # Without the ceiling, git would take a repository above for the target and skip every file without a word.
     env = {**os.environ, "GIT_CEILING_DIRECTORIES": str(tree.parent)}
-    command = ["git", "apply", *(["--check"] if dry_run else []), str(patch)]
+    # One line of context on each side is enough: a change nearby should not make a patch stale.
+    command = ["git", "apply", "-C1", *(["--check"] if dry_run else []), str(patch)]
     return subprocess.run(command, cwd=tree, env=env, capture_output=True, text=True, timeout=60, check=False)
 
 

@@ -63,7 +63,7 @@ def walk(parser, path):
                 found += walk(below, [*path, name])
     return found
 
-argparse.ArgumentParser.parse_args = capture
+argparse.ArgumentParser.parse_known_args = capture  # parse_args goes through it
 try:
     app.main([])
 except Captured as captured:
