@@ -17,12 +17,12 @@ BOUNDS = {"float32": 1.01, "bfloat16": 1.05}
 
 
 class BadReward(LargestDigit):
-    """Raises for every completion that starts with a digit of the prompt."""
+    """Raises for every prompt that starts with an odd digit."""
 
     name = "bad_reward"
 
     def reward(self, prompt, completion):
-        if completion[:1] and completion[0] in prompt.text:
+        if int(prompt.text[0]) % 2:
             raise ValueError("cannot score this")
         return float(len(completion))
 
@@ -120,10 +120,33 @@ def test_a_reward_that_raises_stops_the_run_or_drops_the_sample_as_configured():
     task = f"{__name__}:BadReward"
     with local_run(small_config(data__task=task)) as (grpo, _), pytest.raises(RewardError, match="cannot score this"):
         grpo.train()
-    with local_run(small_config(data__task=task, data__on_reward_error="drop")) as (grpo, steps):
+    config = small_config(data__task=task, data__on_reward_error="drop", policy__optimizer__kwargs={"lr": 0.0})
+    with local_run(config) as (grpo, steps):
         grpo.train()
     assert sum(m["reward/num_failures"] for _, m in steps) > 0
     assert all(m["reward/mean"] == m["reward/mean"] for _, m in steps)
+
+
+class Constant(LargestDigit):
+    """Pays 0.1 for everything: equal rewards that are not exact in float32."""
+
+    name = "constant"
+
+    def reward(self, prompt, completion):
+        return 0.1
+
+
+def test_groups_of_equal_rewards_are_counted_as_such():
+    config = small_config(
+        data__task=f"{__name__}:Constant",
+        grpo__num_generations_per_prompt=7,
+        grpo__max_num_steps=1,
+        policy__train_global_batch_size=56,
+        policy__train_micro_batch_size=56,
+    )
+    with local_run(config) as (grpo, steps):
+        grpo.train()
+    assert [m["reward/zero_std_fraction"] for _, m in steps] == [1.0, 1.0]
 
 
 def test_validation_can_be_switched_off_and_is_capped_in_size():
@@ -164,7 +187,7 @@ def test_a_stale_engine_stops_a_run_that_asks_for_it():
         grpo.refit = lambda _timer: outcome
         with pytest.raises(StateError, match=r"weights of version \[0\]"):
             grpo.train()
-    assert [step for step, _ in steps] == [0, 1]
+    assert [step for step, _ in steps] == [0, 1, 2], "the row that shows the mismatch is there"
 
 
 def test_a_batch_that_does_not_divide_is_scored_whole_and_trained_only_in_whole_batches():

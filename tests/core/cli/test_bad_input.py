@@ -82,6 +82,33 @@ BAD = {
         ["env.py_executables.fsdp=/no/such/python"],
         ["/no/such/python", "does not exist"],
     ),
+    "an empty stop string": ([f"{GENERATION}.stop_strings=['']"], ["stop_strings", "empty"]),
+    "an unknown optimizer": (["policy.optimizer.name=torch.optim.Adamm"], [r"policy\.optimizer\.name", "Adamm"]),
+    "an optimizer that is none": (["policy.optimizer.name=torch.nn.Linear"], [r"policy\.optimizer\.name", "Optimizer"]),
+    "an argument the optimizer lacks": (
+        ["policy.optimizer.kwargs.learning_rate=0.1"],
+        [r"policy\.optimizer\.kwargs", "learning_rate"],
+    ),
+    "an unknown schedule": (
+        ["policy.scheduler={name: torch.optim.lr_scheduler.Nope, kwargs: {}}"],
+        [r"policy\.scheduler\.name", "Nope"],
+    ),
+    "a vocabulary smaller than the tokenizer's": (["policy.hf_config.vocab_size=10"], ["14 token ids", "only 10"]),
+    "a model value of the wrong type": (["policy.hf_config.hidden_size=wide"], ["hidden_size", "hf_config"]),
+    "an unknown activation": (["policy.hf_config.hidden_act=foo"], ["no causal LM can be built", "foo"]),
+    "a model that is no causal LM": (["policy.hf_config.model_type=vit"], ["hf_config|no causal LM"]),
+    "a task that is a module": (["data.task=os.path"], [r"os\.path", "class or a function"]),
+    "a task without a module": (["data.task=.foo"], [r"\.foo", "cannot be imported"]),
+    "a task argument of the wrong type": (
+        ["data.task_kwargs.num_digits=abc"],
+        ["num_digits|largest_digit", "TypeError"],
+    ),
+    "a chat template that does not parse": (
+        ["data.task=arithmetic", "policy.tokenizer.chat_template='{{ bad'"],
+        ["chat template fails", r"policy\.tokenizer\.chat_template"],
+    ),
+    "a negative stop id": ([f"{GENERATION}.stop_token_ids=[-4]"], ["stop_token_ids", "not negative"]),
+    "a seed beyond 32 bits": (["grpo.seed=4294967296"], [r"grpo\.seed", "4294967296"]),
     "an override without a value": (["grpo.max_num_steps"], [r"grpo\.max_num_steps", "="]),
 }
 
@@ -203,10 +230,40 @@ def test_a_user_task_that_imports_the_engine_is_refused_in_the_driver(tmp_path):
     assert "driver" in done.stderr
 
 
+TASKS = {
+    "constructor": ("def __init__(self):\n        raise OSError('no data here')", "failed while it was built: OSError"),
+    "prompts": ("def train_prompts(self):\n        raise OSError('no data here')", "train_prompts() of task 'mine'"),
+    "heldout": ("def heldout_prompts(self):\n        return ['37?']", "heldout_prompts() of task 'mine' must give"),
+}
+
+
+@pytest.mark.parametrize("where", TASKS)
+def test_a_task_that_fails_before_the_start_is_reported_as_the_users(where, tmp_path, capsys, monkeypatch):
+    body, wanted = TASKS[where]
+    (tmp_path / f"task_{where}.py").write_text(
+        "from nemo_rl_core.rollout.largest_digit import LargestDigit\n"
+        f"class Mine(LargestDigit):\n    name = 'mine'\n    {body}\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    code, _, err = dry_run(capsys, f"data.task=task_{where}:Mine")
+    assert code == 2, err
+    assert wanted in err
+
+
+def test_a_folder_without_weights_is_refused_before_the_start(tmp_path, capsys):
+    from transformers import AutoConfig
+
+    AutoConfig.for_model("qwen3", vocab_size=14, max_position_embeddings=16).save_pretrained(tmp_path)
+    overrides = ["policy.hf_config=null", f"policy.model_name={tmp_path}", "policy.tokenizer.characters='0123456789?'"]
+    code, _, err = dry_run(capsys, *overrides)
+    assert code == 2
+    assert "holds no weights" in err
+
+
 def test_inheritance_and_overrides_reach_the_plan(capsys, tmp_path):
     child = tmp_path / "child.yaml"
     child.write_text(yaml.safe_dump({"defaults": str(TINY), "grpo": {"max_num_steps": 7}}))
-    code, out, _ = dry_run(capsys, "grpo.num_prompts_per_step=64", config=child)
+    code, out, _ = dry_run(capsys, "grpo.num_prompts_per_step=128", config=child)
     assert code == 0
     assert "7 of 1024 completions" in out
 

@@ -7,6 +7,8 @@ import os
 import pty
 import subprocess
 import sys
+import tempfile
+from pathlib import Path
 
 import pytest
 from rich.console import Console
@@ -68,10 +70,37 @@ def test_a_terminal_shows_the_last_rows_in_a_table() -> None:
         for step in range(100, 106):
             console.step(step, METRICS)
         console.note("a note")
-    last = file.getvalue().rpartition("┏")[2]
+    last = file.getvalue().rpartition("step ")[2]
     assert [step for step in range(100, 106) if f"{step} " in last] == [103, 104, 105]
     assert all(column.title in last for column in DEFAULT_COLUMNS)
     assert "a note" in file.getvalue()
+
+
+def test_a_small_terminal_shows_every_column_whole_and_the_newest_steps() -> None:
+    file = io.StringIO()
+    large = METRICS | {"train/loss": -0.0123, "timing/tokens_per_second": 12345.0, "refit/bytes": 269030016}
+    with RunConsole(Console(file=file, force_terminal=True, width=80, height=20, color_system=None)) as console:
+        for step in range(100, 130):
+            console.step(step, large)
+    last = file.getvalue().rpartition("step ")[2]
+    assert "…" not in last
+    assert all(text in last for text in ("-0.0123", "12,345", "269.03 MB", "129 "))
+
+
+def test_a_run_whose_reader_has_gone_goes_on() -> None:
+    code = (
+        "from nemo_rl_core.observability.console import RunConsole\n"
+        "console = RunConsole()\n"
+        "for step in range(20000): console.step(step, {'reward/mean': 0.5})\n"
+        "open('reached', 'w').close()\n"
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        pipe = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, cwd=folder)
+        assert pipe.stdout is not None
+        pipe.stdout.readline()
+        pipe.stdout.close()
+        assert pipe.wait(60) == 0
+        assert (Path(folder) / "reached").exists()
 
 
 def test_the_table_stays_and_the_terminal_is_usable_after_an_exception() -> None:
@@ -107,7 +136,7 @@ def test_a_real_terminal_gets_the_table_and_a_pipe_gets_lines() -> None:
     finally:
         os.close(side)
         os.close(main)
-    assert "┏" in shown
+    assert "───" in shown
     assert "0.500" in shown
 
 

@@ -2,6 +2,7 @@
 """Listing: from metadata alone, one scan, each state told apart."""
 
 import sys
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -158,3 +159,23 @@ def test_one_call_is_at_most_one_scan(site: Site, monkeypatch: pytest.MonkeyPatc
     assert counter.scans == 1
     assert load("x0", group=GROUP) == 1
     assert counter.scans == 2
+
+
+@pytest.mark.parametrize(
+    ("file", "content"),
+    [
+        ("METADATA", b"Metadata-Version: 2.1\nName: foreign\n"),
+        ("METADATA", b"\xff\xfe\x00"),
+        ("entry_points.txt", b"[test.group]\nno equals sign\n"),
+        ("entry_points.txt", b"\xff\xfe\x00"),
+    ],
+)
+def test_a_foreign_package_with_unreadable_metadata_hides_no_plugin(site: Site, file: str, content: bytes) -> None:
+    """F43: whatever lies in site-packages, the plugins of others are found."""
+    site.install("good-one", "good = good_module:OBJECT", good_module="OBJECT = 1\n")
+    site.install("foreign", "odd = odd_module:OBJECT", odd_module="OBJECT = 1\n")
+    (site.root / "foreign-1.0.dist-info" / file).write_bytes(content)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert discover("test.group")["good"].state is PluginState.AVAILABLE
+        assert load("good", group="test.group") == 1

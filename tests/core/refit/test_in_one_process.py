@@ -302,3 +302,66 @@ def test_a_sender_that_cannot_reach_its_own_store_in_time_says_so_as_a_refit_err
         pytest.raises(RefitPeerLostError, match="could not connect to its own store"),
     ):
         sender.send(MANIFEST, [("w", torch.zeros(3))], 1)
+
+
+def test_an_abort_between_open_and_transfer_is_what_transfer_reports():
+    receiver = RefitReceiver(rank=1, num_receivers=1, settings=QUICK, device_id="other")
+    with RefitSender(num_receivers=1, settings=QUICK, host="127.0.0.1") as sender:
+        result = in_thread(receiver.receive, sender.address, DictSink({"w": torch.zeros(3)}))
+        sender.open(MANIFEST, 1)
+        sender.abort("the scheduler wants the node back")
+        with pytest.raises(RefitError, match="the scheduler wants the node back") as caught:
+            sender.transfer([("w", torch.zeros(3))])
+        assert result().cause == caught.value.cause
+
+
+def test_an_engine_that_discards_its_weights_during_a_refit_is_told_so_and_stays_invalid():
+    """The refit completes on all ranks; this rank's own invalidation must not be lost over it."""
+    receiver = RefitReceiver(rank=1, num_receivers=1, settings=QUICK, device_id="other")
+
+    class SleepySink(DictSink):
+        def finish(self, version):
+            super().finish(version)
+            receiver.invalidate("the engine went to sleep")
+
+    with RefitSender(num_receivers=1, settings=QUICK, host="127.0.0.1") as sender:
+        result = in_thread(receiver.receive, sender.address, SleepySink({"w": torch.zeros(3)}))
+        sender.send(MANIFEST, [("w", torch.zeros(3))], 1)
+        assert isinstance(result(), RefitError)
+        with pytest.raises(WeightsInvalidError, match="went to sleep"):
+            receiver.require_valid()
+
+
+def test_a_cause_of_any_length_is_the_same_on_both_sides():
+    class Verbose(DictSink):
+        def load(self, tensors):
+            raise RuntimeError("x" * 9_000_000)
+
+    receiver = RefitReceiver(rank=1, num_receivers=1, settings=QUICK, device_id="other")
+    with RefitSender(num_receivers=1, settings=QUICK, host="127.0.0.1") as sender:
+        result = in_thread(receiver.receive, sender.address, Verbose({"w": torch.zeros(3)}))
+        with pytest.raises(RefitError, match="RuntimeError: xxx") as caught:
+            sender.send(MANIFEST, [("w", torch.zeros(3))], 1)
+        assert result().cause == caught.value.cause
+
+
+def test_a_receiver_that_is_too_slow_is_named_with_how_far_it_came():
+    settings = RefitSettings(bucket_bytes=4, rendezvous_timeout_s=8.0, transfer_timeout_s=1.0, silence_timeout_s=8.0)
+    gate = threading.Event()
+
+    class SlowSink(DictSink):
+        def load(self, tensors):
+            super().load(tensors)
+            if tensors[0][0] == "w2":
+                gate.wait(20)
+
+    tensors = [(f"w{i}", torch.full((1,), float(i))) for i in range(6)]
+    receivers = [RefitReceiver(rank=r, num_receivers=2, settings=settings, device_id=f"device {r}") for r in (1, 2)]
+    sinks = [DictSink({n: torch.zeros(1) for n, _ in tensors}), SlowSink({n: torch.zeros(1) for n, _ in tensors})]
+    with RefitSender(num_receivers=2, settings=settings, host="127.0.0.1") as sender:
+        results = [in_thread(r.receive, sender.address, s) for r, s in zip(receivers, sinks, strict=True)]
+        with pytest.raises(RefitTimeoutError, match=r"generation rank 2 .* had loaded 2 of 6 buckets") as caught:
+            sender.send(Manifest.from_tensors(tensors), tensors, 1)
+        assert caught.value.culprit.startswith("generation rank 2")
+        gate.set()
+        assert {result().cause for result in results} == {caught.value.cause}

@@ -4,6 +4,7 @@ import torch
 
 from nemo_rl_core.data.tokenizers import build_tokenizer
 from nemo_rl_core.errors import ConfigError, DataError, ModelError, RewardError
+from nemo_rl_core.guard import ForbiddenImportError
 from nemo_rl_core.protocols.generation import SamplingParams
 from nemo_rl_core.protocols.settings import TokenizerSettings
 from nemo_rl_core.rollout.arithmetic import Arithmetic
@@ -74,6 +75,21 @@ def test_a_reward_that_fails_stops_with_task_sample_and_cause(text, cause):
         collect(scripted("5", "6", text, "5"), groups_of(Fussy()), PARAMS, Fussy(), TOKENIZER)
 
 
+def test_an_answer_check_that_fails_is_reported_with_task_sample_and_cause():
+    class Unsure(Fussy):
+        def is_correct(self, prompt, completion):
+            raise ZeroDivisionError("no key")
+
+    rollout = collect(scripted("5", "6", "7", "5"), groups_of(Fussy()), PARAMS, Fussy(), TOKENIZER)
+    with pytest.raises(RewardError, match=r"is_correct\(\) of task 'fussy'.*sample 0.*ZeroDivisionError: no key"):
+        accuracy(rollout, Unsure())
+
+
+def test_any_character_can_be_in_the_alphabet():
+    tokenizer = build_tokenizer(TokenizerSettings(characters="a\n b"))
+    assert tokenizer.decode(tokenizer("b\na b")["input_ids"]) == "b\na b"
+
+
 def test_a_dropped_sample_is_counted_and_masked_and_spoils_no_mean():
     rollout = collect(
         scripted("5", "6", "9", "8"), groups_of(Fussy()), PARAMS, Fussy(), TOKENIZER, on_reward_error="drop"
@@ -81,6 +97,18 @@ def test_a_dropped_sample_is_counted_and_masked_and_spoils_no_mean():
     assert [index for index, _ in rollout.failures] == [2, 3]
     assert rollout.mean_reward == 1.0
     assert training_batch(rollout, pad_id=0).tensor("sample_mask").tolist() == [1, 1, 0, 0]
+
+
+def test_a_rollout_in_which_every_reward_failed_is_refused_and_so_is_a_forbidden_import():
+    with pytest.raises(RewardError, match=r"every reward of a rollout failed.*KeyError"):
+        collect(scripted("9", "9", "9", "8"), groups_of(Fussy()), PARAMS, Fussy(), TOKENIZER, on_reward_error="drop")
+
+    class Smuggler(Fussy):
+        def reward(self, prompt, completion):
+            raise ForbiddenImportError("import of vllm")
+
+    with pytest.raises(ForbiddenImportError):
+        collect(scripted("5", "6", "7", "5"), groups_of(Fussy()), PARAMS, Smuggler(), TOKENIZER, on_reward_error="drop")
 
 
 def test_a_backend_that_returns_too_few_completions_is_refused():

@@ -6,9 +6,10 @@ import torch
 import torch.distributed as dist
 
 from nemo_rl_core.data.batched_data_dict import BatchedDataDict
-from nemo_rl_core.errors import StateError
+from nemo_rl_core.errors import ConfigError, StateError
 from nemo_rl_core.objectives.losses import LossSettings, LossTotals, clipped_pg_loss
 from nemo_rl_core.protocols.settings import ModelSettings
+from nemo_rl_core.refit.manifest import Manifest
 from nemo_rl_core.workers.dtensor import DTensorPolicyWorker
 from nemo_rl_core.workers.models import LogprobModel, build_model, random_model, wire_tensors
 from nemo_rl_core.workers.settings import BatchingSettings, OptimizerSettings, PolicySettings
@@ -118,6 +119,49 @@ def test_activation_checkpointing_changes_memory_and_nothing_else(make_worker):
     assert_same_weights(weights_of(worker), plain.model)
 
 
+NOISY = {
+    "opt with dropout": {
+        "model_type": "opt",
+        "vocab_size": VOCAB,
+        "hidden_size": 32,
+        "word_embed_proj_dim": 32,
+        "ffn_dim": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "max_position_embeddings": 64,
+        "dropout": 0.5,
+        "init_std": 0.5,
+    },
+    "mixtral with router jitter": {
+        "model_type": "mixtral",
+        "vocab_size": VOCAB,
+        "hidden_size": 32,
+        "intermediate_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "num_local_experts": 4,
+        "max_position_embeddings": 64,
+        "router_jitter_noise": 0.5,
+        "initializer_range": 0.5,
+    },
+}
+
+
+@pytest.mark.parametrize("family", NOISY)
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_models_that_add_noise_while_training_add_none_here(make_worker, family, checkpointing):
+    model = ModelSettings(hf_config=NOISY[family], max_total_sequence_length=32, seed=3)
+    worker = make_worker(model=model, activation_checkpointing=checkpointing)
+    batch = batch_of()
+    plain = Plain(settings_of(model=model))
+    plain.model.eval()
+    assert torch.allclose(worker.get_logprobs(batch), plain.logprobs(batch), atol=1e-4)
+    worker.train(batch, LossSettings())
+    plain.step(batch, LossSettings())
+    assert_same_weights(weights_of(worker), plain.model, atol=1e-4)
+
+
 def test_gradients_are_clipped_to_the_norm_that_is_asked_for(make_worker):
     optimizer = OptimizerSettings(name="torch.optim.SGD", kwargs={"lr": LR}, max_grad_norm=0.01)
     worker, plain, batch = make_worker(optimizer=optimizer), Plain(settings_of()), batch_of()
@@ -134,6 +178,65 @@ def test_the_reference_policy_stays_what_the_policy_was_at_the_start(make_worker
     assert torch.equal(worker.get_reference_policy_logprobs(batch), at_start)
     assert not torch.allclose(after, at_start, atol=1e-3)
     assert torch.equal(worker.get_logprobs(batch), after)
+
+
+def test_a_constructor_that_fails_leaves_the_process_group_free_for_the_next_one(make_worker):
+    optimizer = OptimizerSettings(name="torch.optim.SGD", kwargs={"lr": -1.0})
+    for _ in range(2):
+        with pytest.raises(ConfigError, match=r"policy\.optimizer\.kwargs do not fit"):
+            make_worker(optimizer=optimizer)
+    make_worker()
+
+
+LONGROPE = {
+    "model_type": "phi3",
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "original_max_position_embeddings": 32,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 1,
+    "rope_parameters": {
+        "rope_type": "longrope",
+        "rope_theta": 10000.0,
+        "short_factor": [1.0] * 4,
+        "long_factor": [2.0] * 4,
+        "original_max_position_embeddings": 32,
+    },
+}
+
+
+def test_a_model_whose_buffers_share_a_tensor_can_be_built(make_worker):
+    worker = make_worker(model=ModelSettings(hf_config=LONGROPE, max_total_sequence_length=32, seed=3))
+    plain = Plain(settings_of(model=ModelSettings(hf_config=LONGROPE, max_total_sequence_length=32, seed=3)))
+    assert torch.allclose(worker.get_logprobs(batch_of()), plain.logprobs(batch_of()), atol=1e-5)
+
+
+def test_buffers_travel_in_their_own_type_and_parameters_in_the_compute_type(make_worker):
+    glm = {
+        "model_type": "glm4_moe",
+        "vocab_size": VOCAB,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "moe_intermediate_size": 16,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "first_k_dense_replace": 1,
+        "max_position_embeddings": 64,
+    }
+    settings = ModelSettings(hf_config=glm, max_total_sequence_length=32, seed=3, precision="bfloat16")
+    sent = make_worker(model=settings)._weights().manifest()
+    expected = Manifest.from_tensors(wire_tensors(random_model(settings, torch.bfloat16)))
+    assert "float32" in {spec.dtype for spec in expected.specs}
+    assert sent.differences(expected) == ()
 
 
 def test_without_a_reference_policy_asking_for_it_says_how_to_get_one(make_worker):
@@ -180,7 +283,7 @@ def test_bfloat16_computes_in_bfloat16_over_float32_master_weights(make_worker):
     assert torch.allclose(worker.get_logprobs(batch), torch.where(inside, expected, 0.0), atol=1e-3)
     worker.train(batch, LossSettings())
     assert {t.dtype for t in weights_of(worker).values()} == {torch.float32}
-    manifest = worker._source.manifest()
+    manifest = worker._weights().manifest()
     assert {spec.dtype for spec in manifest.specs} == {"bfloat16"}
 
 

@@ -6,16 +6,16 @@ import threading
 import pytest
 import torch
 
-from nemo_rl_core.errors import DataError, RefitError, WeightsInvalidError
+from nemo_rl_core.errors import DataError, ModelError, RefitError, WeightsInvalidError
 from nemo_rl_core.protocols.generation import GenerationRequest, GenerationWorker, SamplingParams
-from nemo_rl_core.protocols.settings import GenerationSettings
+from nemo_rl_core.protocols.settings import GenerationSettings, ModelSettings
 from nemo_rl_core.refit.manifest import Manifest
 from nemo_rl_core.refit.sender import RefitSender
 from nemo_rl_core.refit.settings import RefitSettings
 from nemo_rl_core.workers.models import random_model, wire_tensors
 from nemo_rl_core.workers.sampling import sampling_logprobs
 from nemo_rl_core.workers.torch_generation import TorchGenerationWorker
-from tests.core.workers.tiny import CHARACTERS, VOCAB
+from tests.core.workers.tiny import CHARACTERS, MODEL, VOCAB
 
 
 def refit_from(model, worker, version=0):
@@ -154,6 +154,35 @@ def test_the_context_cuts_a_completion_off_and_a_prompt_without_room_is_refused(
         worker.generate([request, too_long])
     with pytest.raises(DataError, match="empty prompt"):
         worker.generate([GenerationRequest(prompt_ids=(), sampling=SamplingParams(max_new_tokens=9))])
+
+
+def test_a_greedy_request_does_not_move_the_stream_of_those_without_a_seed(make_worker, model):
+    """A validation between two rollouts changes nothing about the second one."""
+    sampled = GenerationRequest(prompt_ids=(3, 4), sampling=SamplingParams(max_new_tokens=8))
+    greedy = GenerationRequest(prompt_ids=(3, 4), sampling=SamplingParams(max_new_tokens=8, temperature=0.0))
+    results = []
+    for between in ([], [greedy] * 3):
+        worker = make_worker()
+        refit_from(model, worker)
+        worker.generate([sampled])
+        if between:
+            worker.generate(between)
+        results.append(worker.generate([sampled])[0].token_ids)
+    assert results[0] == results[1]
+
+
+def test_a_model_whose_cache_cannot_be_shrunk_is_refused_when_it_is_built(tokenizer_settings):
+    config = dict(MODEL) | {
+        "model_type": "qwen3_next",
+        "num_hidden_layers": 4,
+        "num_experts": 2,
+        "num_experts_per_tok": 1,
+    }
+    settings = GenerationSettings(
+        model=ModelSettings(hf_config=config, max_total_sequence_length=32), tokenizer=tokenizer_settings
+    )
+    with pytest.raises(ModelError, match="cannot decode Qwen3NextForCausalLM"):
+        TorchGenerationWorker(settings)
 
 
 def test_no_token_is_sampled_before_the_first_refit(make_worker):

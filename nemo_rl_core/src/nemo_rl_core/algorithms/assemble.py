@@ -20,8 +20,9 @@ from nemo_rl_core.protocols.settings import GenerationSettings, ModelSettings, T
 from nemo_rl_core.protocols.workers import WorkerGroup
 from nemo_rl_core.refit.settings import RefitSettings
 from nemo_rl_core.rollout.prompts import EncodedPrompt, PromptSampler, encode_prompts
-from nemo_rl_core.rollout.tasks import Task, load_task
-from nemo_rl_core.workers.models import load_config
+from nemo_rl_core.rollout.tasks import Task, load_task, prompts_of
+from nemo_rl_core.workers.models import check_model, load_config
+from nemo_rl_core.workers.optimizers import check_optimizer
 from nemo_rl_core.workers.settings import BatchingSettings, OptimizerSettings, PolicySettings
 
 __all__ = ["Ingredients", "assemble", "generation_settings", "policy_settings", "prepare"]
@@ -119,12 +120,14 @@ class Ingredients:
     Attributes:
         task: The task.
         tokenizer: The tokenizer.
+        sampling: How a rollout completion is sampled.
         train: Prompts to train on, as tokens.
         heldout: Prompts of validation, as tokens.
     """
 
     task: Task
     tokenizer: PreTrainedTokenizerBase
+    sampling: SamplingParams
     train: list[EncodedPrompt]
     heldout: list[EncodedPrompt]
 
@@ -135,17 +138,20 @@ def prepare(config: RunConfig) -> Ingredients:
     Raises:
         ConfigError: If the task cannot be built or has no prompts.
         ModelError: If the model's config or the tokenizer cannot be read.
-        DataError: If a prompt does not fit.
+        DataError: If a prompt does not fit, or the sampling parameters are out of range.
     """
     load_config(model_settings(config))
+    check_optimizer(policy_settings(config).optimizer)
     task = load_task(config.data.task, config.data.task_kwargs)
     tokenizer = build_tokenizer(tokenizer_settings(config))
+    check_model(model_settings(config), len(tokenizer))
+    sampling = sampling_params(config, tokenizer)
     limit = config.policy.max_total_sequence_length
-    train = encode_prompts(task.train_prompts(), tokenizer, limit)
+    train = encode_prompts(prompts_of(task, "train_prompts"), tokenizer, limit)
     if not train:
         raise ConfigError(f"data.task {config.data.task!r} has no prompts to train on")
-    heldout = encode_prompts(task.heldout_prompts(), tokenizer, limit)
-    return Ingredients(task=task, tokenizer=tokenizer, train=train, heldout=heldout)
+    heldout = encode_prompts(prompts_of(task, "heldout_prompts"), tokenizer, limit)
+    return Ingredients(task=task, tokenizer=tokenizer, sampling=sampling, train=train, heldout=heldout)
 
 
 def assemble(
@@ -162,7 +168,7 @@ def assemble(
         tokenizer=ingredients.tokenizer,
         prompts=PromptSampler(ingredients.train, seed=config.grpo.seed),
         heldout=ingredients.heldout,
-        sampling=sampling_params(config, ingredients.tokenizer),
+        sampling=ingredients.sampling,
         loss=loss_settings(config),
         log=log,
     )

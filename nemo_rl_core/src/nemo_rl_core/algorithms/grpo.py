@@ -76,9 +76,9 @@ class GRPO:
             trained = self.optimize(batch, timer)
             refit = self.refit(timer)
             validation = self.validate(timer) if self._validates_at(step) else {}
-            self.alarm.check(step, trained["token_mult_prob_error"], rollout.weight_versions)
             metrics = _rollout_metrics(rollout) | _train_metrics(trained) | _refit_metrics(refit) | validation
             self.log(step, metrics | _timing(rollout, timer))
+            self.alarm.check(step, trained["token_mult_prob_error"], rollout.weight_versions)
 
     def roll_out(self, timer: Timer) -> Rollout:
         """Sample a group of completions for each of the next prompts and reward them."""
@@ -157,11 +157,13 @@ class GRPO:
 def _rollout_metrics(rollout: Rollout) -> dict[str, Any]:
     rewards_B = torch.tensor(rollout.rewards)
     groups = torch.tensor(rollout.group_ids).unique(return_inverse=True)[1]
-    spread = [float(rewards_B[groups == g].std()) for g in range(int(groups.max()) + 1) if int((groups == g).sum()) > 1]
+    per_group = [rewards_B[groups == g] for g in range(int(groups.max()) + 1)]
+    # By equality, not by a standard deviation of 0: seven times 0.1 has one of 1e-8 in float32.
+    equal = [bool((rewards_G == rewards_G[0]).all()) for rewards_G in per_group]
     return {
         "reward/mean": rollout.mean_reward,
         "reward/std": float(rewards_B.std()),
-        "reward/zero_std_fraction": sum(s == 0 for s in spread) / max(len(spread), 1),
+        "reward/zero_std_fraction": sum(equal) / len(equal),
         "reward/num_failures": len(rollout.failures),
         "generation/mean_length": rollout.num_sampled_tokens / len(rollout.completions),
         "generation/truncated_fraction": rollout.truncated_fraction,

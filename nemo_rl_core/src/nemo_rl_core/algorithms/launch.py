@@ -8,7 +8,6 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from nemo_rl_core import guard
 from nemo_rl_core.algorithms.assemble import generation_settings, policy_settings
 from nemo_rl_core.algorithms.plan import RolePlan, RunPlan
 from nemo_rl_core.config.run import RunConfig
@@ -45,16 +44,9 @@ class Fleet:
         known = {"train": self.train.identities(), "generation": self.generation.identities()}
         return {role: [{**k, **t} for k, t in zip(known[role], told[role], strict=True)] for role in told}
 
-    def firewall(self) -> dict[str, Any]:
-        """Return the guard's ledgers of the driver and of every worker, merged."""
-        ledgers: list[Any] = [guard.ledger().as_dicts()]
-        for group in (self.train, self.generation):
-            ledgers += group.firewall_reports()
-        attempts: dict[str, int] = {}
-        for attempt in (attempt for ledger in ledgers for attempt in ledger["attempts"]):
-            attempts[attempt["package"]] = attempts.get(attempt["package"], 0) + attempt["count"]
-        violations = [violation for ledger in ledgers for violation in ledger["violations"]]
-        return {"violations": violations, "third_party_attempts": attempts}
+    def firewall_reports(self) -> list[dict[str, Any]]:
+        """Return the guard's ledger of every worker as plain data."""
+        return [report for group in (self.train, self.generation) for report in group.firewall_reports()]
 
 
 @contextlib.contextmanager
@@ -82,7 +74,7 @@ def launch(config: RunConfig, plan: RunPlan) -> Generator[Fleet]:
             _starter(config, plan.train, device, policy_settings(config), env_vars),
             _starter(config, plan.generation, device, generation_settings(config, plan.options), env_vars),
         ]
-        train, generation = _start_all(stack, starts)
+        train, generation = _start_all(stack, starts, on_interrupt=runtime.close)
         yield Fleet(train=train, generation=generation)
 
 
@@ -119,12 +111,26 @@ def _starter(
 
 
 def _start_all(
-    stack: contextlib.ExitStack, starts: list[Callable[[contextlib.ExitStack], RayWorkerGroup]]
+    stack: contextlib.ExitStack,
+    starts: list[Callable[[contextlib.ExitStack], RayWorkerGroup]],
+    on_interrupt: Callable[[], None],
 ) -> list[RayWorkerGroup]:
-    """Start all groups in threads of their own; what has started when one fails is ended by ``stack``."""
-    with ThreadPoolExecutor(len(starts), thread_name_prefix="start") as pool:
-        futures = [pool.submit(start, stack) for start in starts]
+    """Start all groups in threads of their own; what has started when one fails is ended by ``stack``.
+
+    Args:
+        stack: Ends what has started.
+        starts: Each starts one group.
+        on_interrupt: Called on Ctrl-C, to make calls that wait for a constructor fail at once.
+    """
+    pool = ThreadPoolExecutor(len(starts), thread_name_prefix="start")
+    futures = [pool.submit(start, stack) for start in starts]
+    try:
         errors = [error for future in futures if (error := future.exception()) is not None]
+    except BaseException:
+        on_interrupt()
+        raise
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)
     if errors:
         raise next((error for error in errors if isinstance(error, NemoRLError)), errors[0])
     return [future.result() for future in futures]

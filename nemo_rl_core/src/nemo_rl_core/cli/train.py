@@ -64,12 +64,12 @@ def _train(
         MetricsLogger(record.folder.path, config.logger.tensorboard) as logger,
     ):
         console.note("starting Ray and the workers ...")
-        # Once more inside: Ray installs a handler of its own when it starts, which ends the process on the spot.
-        with launch(config, plan) as fleet, _terminate_like_interrupt():
+        with launch(config, plan) as fleet:
             record.workers_are_up(fleet)
 
             def log(step: int, metrics: Mapping[str, Any]) -> None:
-                metrics = {**metrics, "firewall/violations": len(fleet.firewall()["violations"])}
+                record.worker_ledgers = fleet.firewall_reports()
+                metrics = {**metrics, "firewall/violations": len(record.firewall()["violations"])}
                 logger.log(step, metrics)
                 record.step(step, metrics)
                 console.step(step, metrics)
@@ -77,7 +77,7 @@ def _train(
             grpo = assemble(config, ingredients, fleet.train, fleet.generation, log)
             with console:
                 grpo.train()
-            record.firewall = fleet.firewall()
+            record.worker_ledgers = fleet.firewall_reports()
 
 
 class _Record:
@@ -85,7 +85,8 @@ class _Record:
 
     def __init__(self, config: RunConfig, folder: RunFolder, started: float) -> None:
         self.folder = folder
-        self.firewall: dict[str, Any] = guard.ledger().as_dicts()
+        #: What the guard has seen in each worker, as of the last step.
+        self.worker_ledgers: list[dict[str, Any]] = []
         self._config = config
         self._started = started
         self._roles: dict[str, Any] = {}
@@ -100,6 +101,10 @@ class _Record:
         self._startup_s = time.monotonic() - self._started
         self.folder.write_summary(self._summary("running", None))
 
+    def firewall(self) -> dict[str, Any]:
+        """Return what the guard has seen in the driver, as of now, and in the workers."""
+        return guard.merge_reports([guard.ledger().as_dicts(), *self.worker_ledgers])
+
     def step(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Keep the first and the last value of each metric."""
         self._first = {**metrics, **self._first}
@@ -112,9 +117,10 @@ class _Record:
         status, error_text = "completed", None
         try:
             yield
-        except KeyboardInterrupt:
+        except (KeyboardInterrupt, SystemExit) as end:
+            # SystemExit: while Ray starts, a SIGTERM meets Ray's own handler.
             status = "interrupted"
-            raise
+            raise KeyboardInterrupt from end
         except BaseException as error:
             status, error_text = "failed", f"{type(error).__name__}: {error}"
             raise
@@ -134,7 +140,7 @@ class _Record:
             "first": self._first,
             "last": self._last,
             "roles": self._roles,
-            "firewall": self.firewall,
+            "firewall": self.firewall(),
         }
 
     def _lines(self, summary: Mapping[str, Any]) -> dict[str, Any]:
@@ -143,14 +149,15 @@ class _Record:
             return "-" if first is None or last is None else f"{first:.3f} -> {last:.3f}"
 
         moved = self._last.get("refit/bytes")
-        attempts = self.firewall.get("third_party_attempts", {})
+        firewall = summary["firewall"]
+        attempts = firewall["third_party_attempts"]
         return {
             "reward": change("reward/mean"),
             "held-out accuracy": change("validation/accuracy"),
             "mismatch": self._last.get("train/token_mult_prob_error"),
             "weight version": self._last.get("refit/version"),
             "refit": "-" if moved is None else f"{format_bytes(moved)} in {self._last['refit/seconds']:.2f} s",
-            "firewall violations": len(self.firewall.get("violations", ())),
+            "firewall violations": len(firewall["violations"]),
             "third-party attempts": ", ".join(f"{name} ({n})" for name, n in attempts.items()) or "none",
             "seconds": f"{summary['seconds']} (workers up after {summary['startup_seconds']})",
             "run folder": str(Path(self.folder.path)),

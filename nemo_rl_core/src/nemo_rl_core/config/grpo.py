@@ -13,7 +13,7 @@ __all__ = ["DataSection", "GrpoSection", "LossSection"]
 class GrpoSection(Section):
     """The loop."""
 
-    seed: int = Field(default=1, ge=0, description="Seed of weights, prompts and sampling.")
+    seed: int = Field(default=1, ge=0, lt=2**32, description="Seed of weights, prompts and sampling.")
     num_prompts_per_step: int = Field(default=32, ge=1, description="Prompts of one rollout.")
     num_generations_per_prompt: int = Field(default=16, ge=2, description="Completions of a prompt: the group size.")
     max_num_steps: int = Field(default=100, ge=1, description="Rollouts until the run ends.")
@@ -59,5 +59,5 @@ class DataSection(Section):
     task: str = Field(min_length=1, description="Name of a built-in task, or dotted path of one's own.")
     task_kwargs: RawMapping = Field(default_factory=dict, description="Keyword arguments of the task.")
     on_reward_error: Literal["stop", "drop"] = Field(
-        default="stop", description="When a reward function raises: stop the run, or drop that sample's group."
+        default="stop", description="When a reward function raises: stop the run, or leave that sample out."
     )

@@ -40,7 +40,7 @@ class RunConfig(Section):
     firewall: FirewallSection = Field(default_factory=FirewallSection)
     logger: LoggerSection = Field(default_factory=LoggerSection)
     run_dir: str | None = Field(
-        default=None, description="Folder of the run's files; null makes `results/<config name>/<time>`."
+        default=None, min_length=1, description="Folder of the run's files; null makes `results/<config name>/<time>`."
     )
 
     @model_validator(mode="after")

@@ -42,7 +42,7 @@ def character_tokenizer(characters: str) -> PreTrainedTokenizerFast:
         raise ModelError(f"policy.tokenizer.characters must name each character once, got {doubles} more than once")
     vocab = {token: i for i, token in enumerate(["<pad>", "<eos>", "<unk>", *characters])}
     tokenizer = Tokenizer(models.WordLevel(vocab, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), behavior="isolated")
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
     tokenizer.decoder = decoders.Fuse()
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>")
 
@@ -55,7 +55,7 @@ def load_tokenizer(folder: str, chat_template: str | None = None) -> PreTrainedT
         chat_template: Jinja template that replaces the folder's own.
 
     Raises:
-        ModelError: If the folder is missing or holds no tokenizer.
+        ModelError: If the folder is missing, holds no tokenizer, or one without padding and end-of-sequence token.
     """
     path = Path(folder)
     if not path.is_dir():
@@ -68,5 +68,7 @@ def load_tokenizer(folder: str, chat_template: str | None = None) -> PreTrainedT
     if chat_template is not None:
         tokenizer.chat_template = chat_template
     if tokenizer.pad_token_id is None:
+        if tokenizer.eos_token_id is None:
+            raise ModelError(f"the tokenizer in {folder!r} has neither a padding nor an end-of-sequence token; add one")
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer

@@ -295,8 +295,12 @@ def probe_interpreter(
         ClusterError: If the run fails, says nothing that can be read, or passes its deadline.
     """
     path = Path(python)
-    if not path.is_file():
+    if not path.exists():
         raise EnvironmentLookupError(f"the interpreter {str(path)!r} does not exist on {platform.node()}")
+    if not path.is_file():
+        raise EnvironmentLookupError(
+            f"{str(path)!r} on {platform.node()} is no file; name the interpreter itself, e.g. <venv>/bin/python"
+        )
     if not os.access(path, os.X_OK):
         raise EnvironmentLookupError(f"{str(path)!r} on {platform.node()} is not executable, so it is no interpreter")
     asked = {"distributions": _REPORTED_DISTRIBUTIONS, "modules": list(modules), "imports": list(imports)}

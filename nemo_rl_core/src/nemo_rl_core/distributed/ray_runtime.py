@@ -2,8 +2,10 @@
 """One driver's Ray: attach to the running cluster or start a local one, and close only what was started here."""
 
 import os
+import signal
 import socket
 import sys
+import threading
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
@@ -160,6 +162,9 @@ def start_ray(
     options: dict[str, Any] = (
         {} if attaching else {"num_cpus": num_cpus, "include_dashboard": False, **(local_options or {})}
     )
+    # Ray takes SIGTERM over when it starts; a driver's own way to end in order must go on to work.
+    on_main_thread = threading.current_thread() is threading.main_thread()
+    on_sigterm = signal.getsignal(signal.SIGTERM) if on_main_thread else None
     try:
         # "local" starts a Ray of our own even where another one runs on this machine.
         ray.init(address=target if attaching else "local", runtime_env=runtime_env, **options)
@@ -170,6 +175,9 @@ def start_ray(
             # Ray sends its token to an address that was given only if it is told to.
             hint = "; if the cluster uses Ray's token authentication, set RAY_AUTH_MODE=token and provide its token"
         raise ClusterError(f"cannot {what}: {type(error).__name__}: {error}{hint}") from error
+    finally:
+        if on_sigterm is not None:
+            signal.signal(signal.SIGTERM, on_sigterm)
     return RayRuntime(address=ray.get_runtime_context().gcs_address, is_local=not attaching, owns=True)
 
 

@@ -29,7 +29,7 @@ from nemo_rl_core.distributed.futures import MultiWorkerFuture, PendingCall, Wor
 from nemo_rl_core.distributed.named_sharding import NamedSharding
 from nemo_rl_core.distributed.shell import RankSpec, WorkerShell
 from nemo_rl_core.distributed.virtual_cluster import Bundle, RayVirtualCluster
-from nemo_rl_core.errors import ClusterError, StateError, WorkerError
+from nemo_rl_core.errors import ClusterError, StateError, WorkerError, WorkerTimeoutError
 
 __all__ = ["RayWorkerBuilder", "RayWorkerGroup"]
 
@@ -119,6 +119,12 @@ class RayWorkerGroup:
         }
         try:
             self._start(cluster, builder, time.monotonic() + start_timeout_s)
+        except WorkerTimeoutError as error:
+            self._kill()
+            # What was left of the limit when the last phase began is no number that the user knows.
+            fields = {key: value for key, value in vars(error).items() if not key.startswith("__")}
+            text = f"{name_prefix} was not ready within start_timeout_s={start_timeout_s:g} s: {error}"
+            raise WorkerTimeoutError(text, **fields) from error
         except BaseException:  # also Ctrl-C: half a group must not keep its devices
             self._kill()
             raise
@@ -202,7 +208,7 @@ class RayWorkerGroup:
         """
         return self._ask("identity", timeout_s)
 
-    def firewall_reports(self, timeout_s: float = 60.0) -> list[list[dict[str, Any]]]:
+    def firewall_reports(self, timeout_s: float = 60.0) -> list[dict[str, Any]]:
         """Return the guard's ledger of each worker as plain data, in rank order.
 
         Raises:
@@ -360,8 +366,7 @@ class RayWorkerGroup:
         self, method: str, per_rank: Mapping[int, Any], return_ranks: Sequence[int] | None = None
     ) -> MultiWorkerFuture:
         """Start a call on the given ranks."""
-        if not self._workers:
-            raise StateError(f"{self.name_prefix} is shut down; {method!r} cannot be called")
+        self._require_alive(method)
         calls = [
             PendingCall(
                 ref=self._workers[rank].actor.call.remote(method, (), kwargs), worker=self._workers[rank], phase=method
@@ -372,13 +377,17 @@ class RayWorkerGroup:
 
     def _ask(self, shell_method: str, timeout_s: float, phase: str | None = None) -> list[Any]:
         """Call a method of every shell itself."""
-        if not self._workers:
-            raise StateError(f"{self.name_prefix} is shut down; {shell_method!r} cannot be asked for")
+        self._require_alive(shell_method)
         calls = [
             PendingCall(ref=getattr(worker.actor, shell_method).remote(), worker=worker, phase=phase or shell_method)
             for worker in self._workers
         ]
         return self._wait(calls, timeout_s)
+
+    def _require_alive(self, method: str) -> None:
+        """Raise ``StateError`` unless the workers can be called; without Ray a call would start another Ray."""
+        if not self._workers or not ray.is_initialized():
+            raise StateError(f"{self.name_prefix} is shut down, or Ray is; {method!r} cannot be called")
 
     def _wait(self, calls: Sequence[PendingCall], timeout_s: float) -> list[Any]:
         """Wait for calls of this group's start or of its shells."""

@@ -16,7 +16,7 @@ from nemo_rl_core.guard.policy import (
     environment_for,
     forbidden_roots,
 )
-from nemo_rl_core.guard.records import Attempt, ForbiddenImportError, Ledger, Violation
+from nemo_rl_core.guard.records import Attempt, ForbiddenImportError, Ledger, Violation, merge_reports
 from nemo_rl_core.guard.runtime import (
     arm,
     arm_from_environment,
@@ -44,4 +44,5 @@ __all__ = [
     "forbidden_roots",
     "is_armed",
     "ledger",
+    "merge_reports",
 ]

@@ -4,12 +4,12 @@
 import os
 import threading
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
 
-__all__ = ["Attempt", "ForbiddenImportError", "Ledger", "Recorder", "Violation"]
+__all__ = ["Attempt", "ForbiddenImportError", "Ledger", "Recorder", "Violation", "merge_reports"]
 
 
 class ForbiddenImportError(ModuleNotFoundError):
@@ -157,3 +157,20 @@ class Recorder:
                 violations=tuple(self._violations.values()),
                 attempts=MappingProxyType(dict(self._attempts)),
             )
+
+
+def merge_reports(reports: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    """Merge the ledgers of several processes.
+
+    Args:
+        reports: What ``Ledger.as_dicts`` gave in each.
+
+    Returns:
+        ``violations`` of all of them in order, and ``third_party_attempts``, the number by package.
+    """
+    violations, attempts = [], {}
+    for ledger in reports:
+        violations += ledger["violations"]
+        for attempt in ledger["attempts"]:
+            attempts[attempt["package"]] = attempts.get(attempt["package"], 0) + attempt["count"]
+    return {"violations": violations, "third_party_attempts": attempts}

@@ -2,12 +2,16 @@
 """A run on the console: a live table on a terminal, aligned lines elsewhere."""
 
 import math
+import os
+import sys
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from rich import box
 from rich.console import Console
 from rich.live import Live
 from rich.table import Table
@@ -67,6 +71,16 @@ DEFAULT_COLUMNS: tuple[Column, ...] = (
 _STEP_WIDTH = 6
 
 
+class _LastingConsole(Console):
+    """A console that falls silent when nobody reads any more (``| head``); rich would end the process."""
+
+    def on_broken_pipe(self) -> None:
+        """Send what is still to come to nowhere."""
+        self.quiet = True
+        with Path(os.devnull).open("w", encoding="utf-8") as nowhere:
+            os.dup2(nowhere.fileno(), sys.stdout.fileno())
+
+
 class RunConsole:
     """Shows the steps of a run as they come.
 
@@ -96,9 +110,11 @@ class RunConsole:
         """
         if rows < 1 or header_every < 1:
             raise ValueError(f"rows and header_every must be at least 1, got {rows} and {header_every}")
-        self._console = console or Console()
+        self._console = console or _LastingConsole()
         self._columns = tuple(columns)
-        self._rows: deque[tuple[str, ...]] = deque(maxlen=rows)
+        # What does not fit would be cropped at the bottom, where the newest steps are.
+        fitting = max(3, self._console.height - 5) if self._console.is_terminal else rows
+        self._rows: deque[tuple[str, ...]] = deque(maxlen=min(rows, fitting))
         self._header_every = header_every
         self._lines = 0
         self._live: Live | None = None
@@ -156,7 +172,8 @@ class RunConsole:
         self.note("  ".join(cell.rjust(width) for cell, width in zip(cells, widths, strict=True)))
 
     def _table(self) -> Table:
-        table = Table()
+        # Nine columns have to fit on a terminal of 80.
+        table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
         for title in ("step", *(column.title for column in self._columns)):
             table.add_column(title, justify="right", no_wrap=True)
         for row in self._rows:

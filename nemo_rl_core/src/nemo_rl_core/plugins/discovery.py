@@ -2,10 +2,12 @@
 """Which plugins are installed and in which state, read from metadata alone: listing imports nothing."""
 
 import os
-from collections.abc import Iterable, Mapping
+import warnings
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from types import MappingProxyType
+from typing import Any
 
 import importlib_metadata
 from packaging.requirements import InvalidRequirement, Requirement
@@ -141,7 +143,7 @@ def scan(
         blocked: Names to switch off besides those in ``NEMO_RL_PLUGINS_BLOCKED``.
     """
     found: dict[str, list[importlib_metadata.EntryPoint]] = {}
-    for entry_point in importlib_metadata.entry_points().select(group=group):
+    for entry_point in _entry_points(group):
         found.setdefault(entry_point.name, []).append(entry_point)
     switched_off = frozenset(blocked) | frozenset(
         name.strip() for name in os.environ.get(BLOCKED_VARIABLE, "").split(",") if name.strip()
@@ -153,6 +155,31 @@ def scan(
         MappingProxyType(dict(sorted(plugins.items()))),
         {name: next(filter(_distribution, eps), eps[0]) for name, eps in found.items()},
     )
+
+
+def _entry_points(group: str) -> Iterator[importlib_metadata.EntryPoint]:
+    """Yield the entry points of a group, distribution by distribution.
+
+    A file that cannot be read, of whatever package, must not hide the plugins of all others; where it speaks of this
+    group, a warning says so.
+    """
+    for dist in importlib_metadata.distributions():
+        try:
+            yield from dist.entry_points.select(group=group)
+        except Exception as error:  # noqa: BLE001 - foreign metadata; the parser raises what it happens to meet
+            if group in _raw_entry_points(dist):
+                where = dist.locate_file("")
+                warnings.warn(
+                    f"entry points of a package in {where} cannot be read, so its plugins are missing: {error}",
+                    stacklevel=2,
+                )
+
+
+def _raw_entry_points(dist: Any) -> str:
+    try:
+        return dist.read_text("entry_points.txt") or ""
+    except (OSError, UnicodeError):
+        return ""
 
 
 def _absent(name: str, command: str) -> Plugin:
@@ -167,7 +194,7 @@ def _distribution(entry_point: importlib_metadata.EntryPoint) -> tuple[str, str]
         return None
     try:
         name, version = dist.name, dist.version
-    except FileNotFoundError:  # what is left of an interrupted uninstall
+    except Exception:  # noqa: BLE001 - missing after an interrupted uninstall, or garbage; either way it is unusable
         return None
     return (name, version) if name else None
 
@@ -195,8 +222,8 @@ def _judge(name: str, entry_points: list[importlib_metadata.EntryPoint], switche
 def _left_over(name: str, entry_point: importlib_metadata.EntryPoint) -> tuple[PluginState, str]:
     where = entry_point.dist.locate_file("") if entry_point.dist is not None else "sys.path"
     return PluginState.BROKEN, (
-        f"plugin {name!r} is registered in {where} by a distribution whose METADATA is missing, as after an "
-        f"interrupted uninstall; reinstall it, or remove its .dist-info folder"
+        f"plugin {name!r} is registered in {where} by a distribution whose METADATA is missing or cannot be read, as "
+        f"after an interrupted uninstall; reinstall it, or remove its .dist-info folder"
     )
 
 

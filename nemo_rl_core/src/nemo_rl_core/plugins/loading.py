@@ -161,12 +161,23 @@ def _load(
 def _broken(plugin: Plugin, what: str, cause: BaseException) -> BackendBrokenError:
     return BackendBrokenError(
         f"plugin {plugin.name!r} of {plugin.distribution} {plugin.version} is installed and {what}: "
-        f"{type(cause).__name__}: {cause}"
+        f"{type(cause).__name__}: {_text(cause)}"
     )
 
 
+def _text(cause: BaseException) -> str:
+    """Return an exception's text, also where making it fails."""
+    try:
+        return str(cause)
+    except Exception as broken:  # noqa: BLE001 - a plugin's class may raise anything here
+        return f"<its text cannot be made: {type(broken).__name__}>"
+
+
 def _check_protocol(plugin: Plugin, loaded: object, expected: int) -> None:
-    actual = getattr(loaded, "protocol", None)
+    try:
+        actual = getattr(loaded, "protocol", None)
+    except Exception as cause:
+        raise _broken(plugin, "raises when it is asked for its protocol", cause) from cause
     if actual != expected:
         speaks = "names no protocol number" if actual is None else f"speaks protocol {actual!r}"
         raise BackendIncompatibleError(

@@ -9,6 +9,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, runtime_checkable
 
+from nemo_rl_core.errors import DataError
+
 __all__ = ["PROTOCOL_NUMBER", "BackendSpec", "Completion", "GenerationRequest", "GenerationWorker", "SamplingParams"]
 
 #: Rises when a change of these types breaks older adapters.
@@ -41,18 +43,19 @@ class SamplingParams:
         """Check ranges.
 
         Raises:
-            ValueError: If a field is out of its range; the message names field and value.
+            DataError: If a field is out of its range; the message names field and value.
         """
         rules = {
             "max_new_tokens": (self.max_new_tokens >= 1, "at least 1"),
             "temperature": (0.0 <= self.temperature < float("inf"), "finite and not negative"),
             "top_p": (0.0 < self.top_p <= 1.0, "in (0, 1]"),
             "top_k": (self.top_k >= 0, "not negative (0 switches it off)"),
+            "stop_token_ids": (all(token >= 0 for token in self.stop_token_ids), "not negative"),
             "stop_strings": ("" not in self.stop_strings, "free of empty strings"),
         }
         for field, (holds, rule) in rules.items():
             if not holds:
-                raise ValueError(f"sampling parameter {field} must be {rule}, got {getattr(self, field)!r}")
+                raise DataError(f"sampling parameter {field} must be {rule}, got {getattr(self, field)!r}")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -88,6 +88,9 @@ class RefitSender:
         self._opened: _Opened | None = None
         self._links: StoreLinks | None = None
         self._busy = False
+        #: What ended a refit between ``open`` and ``transfer``, with its version; ``transfer`` reports it.
+        self._aborted: tuple[Outcome, int] | None = None
+        self._opening = threading.Lock()
         self._lock = threading.Lock()
 
     @property
@@ -120,6 +123,16 @@ class RefitSender:
             raise ValueError(f"the version of a refit is an integer from 0 on, got {version!r}")
         if not len(manifest):
             raise ValueError("a refit moves at least one tensor, got an empty manifest: an empty one proves nothing")
+        if not self._opening.acquire(blocking=False):
+            raise StateError("one refit at a time, but another thread is opening one: wait for it")
+        try:
+            self._open(manifest, version)
+        finally:
+            self._opening.release()
+
+    def _open(self, manifest: Manifest, version: int) -> None:
+        """Do the work of ``open`` once its arguments are known to be good."""
+        self._aborted = None
         started = time.monotonic()
         session_id = secrets.token_hex(8)
         session = Session(
@@ -154,6 +167,9 @@ class RefitSender:
             StateError: If no refit is open.
         """
         opened = self._opened
+        if opened is None and self._aborted is not None:
+            outcome, version = self._aborted
+            raise outcome.error(version)
         if opened is None:
             raise StateError("transfer needs an open refit: call open(manifest, version) first, or send")
         started = time.monotonic()
@@ -207,8 +223,9 @@ class RefitSender:
             phase=opened.session.phase,
             culprit=str(self._me),
         )
-        opened.session.decide(claim)
+        outcome = opened.session.decide(claim)
         if not busy:
+            self._aborted = None if outcome.committed else (outcome, opened.session.version)
             self._end(opened)
 
     def close(self) -> None:
@@ -265,7 +282,7 @@ class RefitSender:
         else:
             opened.session.wait_until_left(opened.receivers, grace_s=min(_LINGER_S, silence_s))
         opened.session.withdraw(
-            names=[f"{name}/{rank}" for rank in opened.receivers for name in ("hello", "ack")],
+            names=[f"{name}/{rank}" for rank in opened.receivers for name in ("hello", "progress", "ack")],
             texts=["manifest", *(f"digests/{rank}" for rank in opened.receivers)],
         )
         opened.session.close()
@@ -356,8 +373,10 @@ class RefitSender:
         def seen(spec: TensorSpec, flat: torch.Tensor) -> None:
             digests[spec.name] = digest_of_bytes(spec, flat)
 
-        def late() -> tuple[str, None]:
-            return f"the transfer did not end within {deadline.seconds:.1f} s: a receiver is slow", None
+        def late() -> tuple[str, str]:
+            slow, loaded = self._slowest(opened)
+            cause = f"the transfer did not end within {deadline.seconds:.1f} s: {slow} had loaded {loaded} of {len(buckets)} buckets"
+            return cause, slow
 
         for index, bucket in enumerate(buckets):
             slot = index % 2
@@ -371,6 +390,12 @@ class RefitSender:
             if work is not None:
                 session.settle(work, deadline, late=late)
         return digests
+
+    def _slowest(self, opened: _Opened) -> tuple[str, int]:
+        """Return the receivers that are furthest behind, and how many buckets they have loaded."""
+        loaded = {rank: int(opened.session.read(f"progress/{rank}") or 0) for rank in opened.receivers}
+        least = min(loaded.values())
+        return " and ".join(str(opened.receivers[rank]) for rank in sorted(loaded) if loaded[rank] == least), least
 
     def _acknowledged(self, opened: _Opened, deadline: Deadline) -> tuple[Ack, ...]:
         session = opened.session

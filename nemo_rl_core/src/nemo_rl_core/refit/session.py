@@ -38,6 +38,8 @@ T = TypeVar("T")
 _POLL_S = 0.002
 #: Characters of one value in the store, well below its limit also where each takes several bytes.
 _PART_CHARS = 2**20
+#: Characters of a cause; an engine's text can be of any length, and the store's values are not.
+_LONGEST_CAUSE = 4000
 _WORK_POLL_S = 0.0005
 _HEARTBEATS_PER_LIMIT = 8
 _LONGEST_HEARTBEAT_S = 0.25
@@ -193,8 +195,10 @@ class Session:
             culprit: Who caused it; this rank where nothing is given.
         """
         culprit = self.me if culprit is None else culprit
-        claim = Outcome(kind=kind, cause=cause, phase=self.phase, culprit=str(culprit))
-        return (self.outcome or self.decide(claim)).error(self.version)
+        claim = Outcome(kind=kind, cause=cause[:_LONGEST_CAUSE], phase=self.phase, culprit=str(culprit))
+        outcome = self.outcome or self.decide(claim)
+        # Where all ranks have agreed that the refit is complete, what fails afterwards is this rank's own affair.
+        return (claim if outcome.committed else outcome).error(self.version)
 
     def refuse_alone(self, cause: str) -> RefitError:
         """Return the error of a refusal that concerns this process only; the others go on."""

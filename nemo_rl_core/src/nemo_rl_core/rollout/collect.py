@@ -11,6 +11,7 @@ from transformers import PreTrainedTokenizerBase
 
 from nemo_rl_core.data.batched_data_dict import BatchedDataDict
 from nemo_rl_core.errors import DataError, RewardError
+from nemo_rl_core.guard import ForbiddenImportError
 from nemo_rl_core.protocols.generation import Completion, GenerationRequest, SamplingParams
 from nemo_rl_core.rollout.prompts import EncodedPrompt
 from nemo_rl_core.rollout.tasks import Task
@@ -89,7 +90,8 @@ def collect(
         on_reward_error: ``stop`` raises; ``drop`` leaves the sample out of baseline and loss, and counts it.
 
     Raises:
-        RewardError: If a reward raised or is not finite, under ``stop``; it names task, sample and cause.
+        RewardError: If a reward raised or is not finite, under ``stop``; it names task, sample and cause. Under ``drop``
+            if every reward of the rollout failed.
         DataError: If the generator returns another number of completions than asked for.
     """
     pairs = [(group, prompt, params) for group, prompt in groups for params in sampling]
@@ -107,6 +109,10 @@ def collect(
                 raise
             rewards.append(0.0)
             failures.append((index, str(error)))
+    if len(failures) == len(pairs):
+        raise RewardError(
+            f"every reward of a rollout failed, so there is nothing to learn from; the first: {failures[0][1]}"
+        )
     return Rollout(
         prompts=tuple(prompt for _, prompt, _ in pairs),
         group_ids=tuple(group for group, _, _ in pairs),
@@ -123,7 +129,9 @@ def _reward(task: Task, prompt: EncodedPrompt, text: str, index: int) -> float:
     way_out = "fix the reward, or set data.on_reward_error=drop to train without such samples"
     try:
         reward = float(task.reward(prompt.prompt, text))
-    except Exception as error:
+    except ForbiddenImportError:
+        raise  # no failure of a reward but of the split, which on_reward_error must not hide
+    except Exception as error:  # a reward is the user's code; whatever it raises is reported as such
         raise RewardError(f"{where}: {type(error).__name__}: {error}; {way_out}") from error
     if not math.isfinite(reward):
         raise RewardError(f"{where}: it is {reward}, and a reward must be finite; {way_out}")
@@ -131,9 +139,24 @@ def _reward(task: Task, prompt: EncodedPrompt, text: str, index: int) -> float:
 
 
 def accuracy(rollout: Rollout, task: Task) -> float:
-    """Return the share of completions that the task counts as right."""
+    """Return the share of completions that the task counts as right.
+
+    Raises:
+        RewardError: If the task raises.
+    """
     pairs = zip(rollout.prompts, rollout.texts, strict=True)
-    return sum(task.is_correct(prompt.prompt, text) for prompt, text in pairs) / len(rollout.texts)
+    return sum(_is_correct(task, prompt, text, i) for i, (prompt, text) in enumerate(pairs)) / len(rollout.texts)
+
+
+def _is_correct(task: Task, prompt: EncodedPrompt, text: str, index: int) -> bool:
+    """Ask the task, or raise a ``RewardError`` that says where it went wrong."""
+    try:
+        return task.is_correct(prompt.prompt, text)
+    except Exception as error:
+        raise RewardError(
+            f"is_correct() of task {task.name!r} failed for held-out sample {index} (prompt {str(prompt.prompt)[:80]!r}, "
+            f"completion {text[:80]!r}): {type(error).__name__}: {error}"
+        ) from error
 
 
 def training_batch(rollout: Rollout, *, pad_id: int) -> BatchedDataDict:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from jinja2.exceptions import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from nemo_rl_core.errors import ConfigError, DataError
@@ -57,7 +58,12 @@ def _encode(prompt: Prompt, tokenizer: PreTrainedTokenizerBase) -> list[int]:
             "the task has chat prompts, but the tokenizer has no chat template; set policy.tokenizer.chat_template"
         )
     messages = [dict(message) for message in prompt.messages]
-    ids: Any = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=False)
+    try:
+        ids: Any = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=False)
+    except TemplateError as error:
+        raise DataError(
+            f"the chat template fails: {type(error).__name__}: {error}; see policy.tokenizer.chat_template"
+        ) from error
     return list(ids)
 
 

@@ -7,11 +7,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from types import MappingProxyType
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol, runtime_checkable
 
-from nemo_rl_core.errors import ConfigError
+from nemo_rl_core.errors import ConfigError, DataError
 
-__all__ = ["BUILT_IN_TASKS", "Prompt", "Task", "load_task"]
+__all__ = ["BUILT_IN_TASKS", "Prompt", "Task", "load_task", "prompts_of"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,10 +82,15 @@ def load_task(name: str, kwargs: Mapping[str, Any] | None = None) -> Task:
     module_name, _, class_name = path.rpartition(":" if ":" in path else ".")
     try:
         factory = getattr(importlib.import_module(module_name), class_name)
-    except (ImportError, AttributeError) as error:
+    except Exception as error:
         raise ConfigError(f"data.task {name!r} cannot be imported: {type(error).__name__}: {error}") from error
     _check_arguments(name, factory, kwargs or {})
-    task = factory(**(kwargs or {}))
+    try:
+        task = factory(**(kwargs or {}))
+    except ConfigError:
+        raise
+    except Exception as error:
+        raise ConfigError(f"data.task {name!r} failed while it was built: {type(error).__name__}: {error}") from error
     if not isinstance(task, Task):
         wanted = ["name", "train_prompts", "heldout_prompts", "reward", "is_correct"]
         missing = [attribute for attribute in wanted if not hasattr(task, attribute)]
@@ -93,8 +98,29 @@ def load_task(name: str, kwargs: Mapping[str, Any] | None = None) -> Task:
     return task
 
 
+def prompts_of(task: Task, method: Literal["train_prompts", "heldout_prompts"]) -> list[Prompt]:
+    """Ask a task for its prompts.
+
+    Raises:
+        DataError: If the task raises, or gives something else than prompts.
+    """
+    try:
+        prompts = list(getattr(task, method)())
+    except Exception as error:
+        raise DataError(f"{method}() of task {task.name!r} failed: {type(error).__name__}: {error}") from error
+    for index, prompt in enumerate(prompts):
+        if not isinstance(prompt, Prompt):
+            raise DataError(
+                f"{method}() of task {task.name!r} must give nemo_rl_core.rollout.tasks.Prompt objects, got "
+                f"{type(prompt).__name__} at {index}"
+            )
+    return prompts
+
+
 def _check_arguments(name: str, factory: Any, kwargs: Mapping[str, Any]) -> None:
     """Raise ``ConfigError`` unless ``factory`` takes ``kwargs``; errors inside it are its own."""
+    if not callable(factory):
+        raise ConfigError(f"data.task {name!r} must name a class or a function that builds a task, got {factory!r}")
     try:
         signature = inspect.signature(factory)
     except ValueError:

@@ -3,7 +3,6 @@
 
 import contextlib
 import datetime
-import importlib
 from collections.abc import Generator, Mapping
 from typing import Any, Literal
 
@@ -19,9 +18,10 @@ from nemo_rl_core.objectives.losses import LossSettings
 from nemo_rl_core.refit.settings import RefitSettings
 from nemo_rl_core.workers.devices import describe_worker, device_identity
 from nemo_rl_core.workers.models import LogprobModel, build_model, check_logprobs, empty_model
+from nemo_rl_core.workers.optimizers import build_optimizer
 from nemo_rl_core.workers.passes import backward_passes, equal_plan, global_totals, logprob_passes
 from nemo_rl_core.workers.settings import PolicySettings
-from nemo_rl_core.workers.sharding import shard_model, spread_weights
+from nemo_rl_core.workers.sharding import checkpoint_layers, shard_model, spread_weights
 from nemo_rl_core.workers.weight_source import WeightSource
 
 __all__ = ["DTensorPolicyWorker"]
@@ -64,11 +64,16 @@ class DTensorPolicyWorker:
         self.rank, self.world_size = rank, world_size
         self.device = torch.device("cuda", local_rank) if device == "cuda" else torch.device("cpu")
         self._timeout = datetime.timedelta(seconds=settings.collective_timeout_s)
+        self._source: WeightSource | None = None
         self._join(store, store_address)
-        self._mesh = init_device_mesh(device, (world_size,))
-        self._model = self._build()
-        self._optimizer, self._scheduler = self._build_optimizer()
-        self._reference = self._copy_shards() if settings.reference_model else None
+        try:
+            self._mesh = init_device_mesh(device, (world_size,))
+            self._model = self._build()
+            self._optimizer, self._scheduler = self._build_optimizer()
+            self._reference = self._copy_shards() if settings.reference_model else None
+        except BaseException:
+            self.shutdown()  # or the next worker of this process would find the process group taken
+            raise
         self._source = WeightSource(
             self._model.model,
             settings.model.precision,
@@ -133,7 +138,7 @@ class DTensorPolicyWorker:
         Returns:
             ``host:port`` on rank 0, None elsewhere.
         """
-        return self._source.listen(num_receivers, settings, host)
+        return self._weights().listen(num_receivers, settings, host)
 
     def send_weights(self, version: int) -> dict[str, Any]:
         """Send the weights as ``version`` to every receiver; all ranks gather, rank 0 sends.
@@ -144,11 +149,11 @@ class DTensorPolicyWorker:
         Raises:
             RefitError: If the refit failed, on every rank with the same cause.
         """
-        return self._source.send(version)
+        return self._weights().send(version)
 
     def weights_digest(self) -> str:
         """Return the digest of the weights as a refit would send them."""
-        return self._source.digest()
+        return self._weights().digest()
 
     # -- life ----------------------------------------------------------------------------------------------------
 
@@ -158,9 +163,14 @@ class DTensorPolicyWorker:
 
     def shutdown(self) -> None:
         """Close the listener and leave the process group; calling it twice is fine."""
-        self._source.close()
+        if self._source is not None:
+            self._source.close()
         if dist.is_initialized():
             dist.destroy_process_group()
+
+    def _weights(self) -> WeightSource:
+        assert self._source is not None
+        return self._source
 
     # -- inside --------------------------------------------------------------------------------------------------
 
@@ -190,26 +200,23 @@ class DTensorPolicyWorker:
         if self.rank == 0:
             whole = self._wrap(build_model(settings.model, torch.float32))
             check_logprobs(whole)
-            source = {**dict(whole.named_parameters()), **dict(whole.named_buffers())}
+            # With duplicates: two names of one tensor here (LongRoPE's tables) may be two tensors in the empty model.
+            source = {**dict(whole.named_parameters()), **dict(whole.named_buffers(remove_duplicate=False))}
         wrapped = self._wrap(empty_model(settings.model))
         if settings.activation_checkpointing:
-            wrapped.model.gradient_checkpointing_enable({"use_reentrant": False})
+            checkpoint_layers(wrapped.model)
         shard_model(wrapped, self._mesh, settings.model.precision)
         spread_weights(wrapped, source, self._mesh, self.device)
-        _remove_dropout(wrapped)
-        # Training mode is what switches activation checkpointing on; there is no dropout left to differ by.
-        return wrapped.train()
+        # Evaluation mode also while training: the ratio of two policies must not hold the noise of dropout or of a
+        # router's jitter, which models switch on in many ways and all by this one flag.
+        return wrapped.eval()
 
     def _wrap(self, model: Any) -> LogprobModel:
         chunk = self.settings.batching.logprob_chunk_size
         return LogprobModel(model, chunk=chunk, temperature=self.settings.temperature)
 
     def _build_optimizer(self) -> tuple[torch.optim.Optimizer, Any]:
-        settings = self.settings.optimizer
-        optimizer = _resolve(settings.name)(self._model.parameters(), **settings.kwargs)
-        if settings.scheduler_name is None:
-            return optimizer, None
-        return optimizer, _resolve(settings.scheduler_name)(optimizer, **settings.scheduler_kwargs)
+        return build_optimizer(self.settings.optimizer, self._model.parameters())
 
     def _clip_gradients(self) -> float:
         """Scale gradients down to the allowed norm; return the norm before that."""
@@ -249,18 +256,3 @@ class DTensorPolicyWorker:
 
 def _local(parameter: torch.Tensor) -> torch.Tensor:
     return parameter.to_local() if isinstance(parameter, DTensor) else parameter
-
-
-def _resolve(path: str) -> Any:
-    """Return what a dotted path names."""
-    module, _, name = path.rpartition(".")
-    return getattr(importlib.import_module(module), name)
-
-
-def _remove_dropout(model: nn.Module) -> None:
-    """Switch dropout off: the ratio of two policies must not hold the noise of a mask."""
-    for module in model.modules():
-        if isinstance(module, nn.Dropout):
-            module.p = 0.0
-        if isinstance(getattr(module, "attention_dropout", None), float):
-            setattr(module, "attention_dropout", 0.0)  # noqa: B010 - a plain attribute to Python, a Module to checkers

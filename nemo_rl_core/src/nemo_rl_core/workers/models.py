@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
@@ -16,11 +17,16 @@ __all__ = [
     "LogprobModel",
     "build_model",
     "check_logprobs",
+    "check_model",
     "empty_model",
     "load_config",
     "random_model",
     "wire_tensors",
 ]
+
+
+#: Files that hold weights in a HF folder.
+WEIGHT_FILES = ("*.safetensors", "pytorch_model*.bin")
 
 
 def load_config(settings: ModelSettings) -> PretrainedConfig:
@@ -40,14 +46,16 @@ def load_config(settings: ModelSettings) -> PretrainedConfig:
             )
         try:
             config = AutoConfig.from_pretrained(settings.folder, local_files_only=True, **settings.overrides)
-        except (OSError, ValueError, KeyError) as error:
+        except (OSError, ValueError, KeyError, TypeError, StrictDataclassError) as error:
             raise ModelError(f"the folder {settings.folder!r} holds no HF config that can be read: {error}") from error
     else:
         values = {**(settings.hf_config or {}), **settings.overrides}
         try:
             config = AutoConfig.for_model(values.pop("model_type"), **values)
-        except (KeyError, ValueError) as error:
-            raise ModelError(f"policy.hf_config needs a model_type that transformers knows: {error}") from error
+        except (KeyError, ValueError, TypeError, StrictDataclassError) as error:
+            raise ModelError(
+                f"policy.hf_config needs a model_type that transformers knows, and values that fit it: {error}"
+            ) from error
     context = getattr(config.get_text_config(), "max_position_embeddings", None)
     if context is not None and settings.max_total_sequence_length > context:
         raise ModelError(
@@ -55,6 +63,36 @@ def load_config(settings: ModelSettings) -> PretrainedConfig:
             f"{context} positions; lower the one or raise max_position_embeddings through policy.hf_config_overrides"
         )
     return config
+
+
+def check_model(settings: ModelSettings, tokenizer_size: int) -> None:
+    """Find what can be found wrong with a model before any worker starts; loads no weights.
+
+    Args:
+        settings: Which model.
+        tokenizer_size: Number of token ids that the tokenizer may give.
+
+    Raises:
+        ModelError: If the config cannot be read, the folder has no weights, or the vocabulary is too small.
+    """
+    config = load_config(settings).get_text_config()
+    try:
+        empty_model(settings)
+    except Exception as error:
+        raise ModelError(
+            f"no causal LM can be built from this config: {type(error).__name__}: {error}; see policy.hf_config, "
+            "policy.model_name and policy.hf_config_overrides"
+        ) from error
+    if config.vocab_size < tokenizer_size:
+        raise ModelError(
+            f"the tokenizer has {tokenizer_size} token ids, but the model's vocabulary only {config.vocab_size}; raise "
+            "vocab_size, or take the tokenizer that belongs to the model"
+        )
+    if settings.folder is not None and not any(next(Path(settings.folder).glob(p), None) for p in WEIGHT_FILES):
+        raise ModelError(
+            f"policy.model_name {settings.folder!r} holds no weights ({' or '.join(WEIGHT_FILES)}); for random weights "
+            "use policy.hf_config"
+        )
 
 
 def build_model(settings: ModelSettings, dtype: torch.dtype) -> PreTrainedModel:

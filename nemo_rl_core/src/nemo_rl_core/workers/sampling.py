@@ -81,7 +81,14 @@ class RowSampler:
             nothing.
         """
         logprobs_BV = sampling_logprobs(logits_BV, self._temperature_B, self._top_k_B, self._top_p_B)
-        uniform_B = torch.cat([torch.rand(1, generator=stream, dtype=torch.float64) for stream in self._streams])
+        # A greedy row draws nothing, so that a validation does not move the stream of the rollouts after it.
+        draws = [
+            torch.rand(1, generator=stream, dtype=torch.float64)
+            if temperature > 0
+            else torch.zeros(1, dtype=torch.float64)
+            for stream, temperature in zip(self._streams, self._temperature_B.tolist(), strict=True)
+        ]
+        uniform_B = torch.cat(draws)
         cumulative_BV = logprobs_BV.double().exp().cumsum(1)
         target_B1 = uniform_B.to(logits_BV.device)[:, None] * cumulative_BV[:, -1:]
         # The first token whose cumulative mass exceeds the target has mass of its own, so it can be drawn.

@@ -9,7 +9,7 @@ import torch
 from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
 from nemo_rl_core.data.tokenizers import build_tokenizer
-from nemo_rl_core.errors import DataError, GenerationError
+from nemo_rl_core.errors import DataError, GenerationError, ModelError
 from nemo_rl_core.protocols.generation import Completion, GenerationRequest, SamplingParams
 from nemo_rl_core.protocols.settings import GenerationSettings, ModelSettings
 from nemo_rl_core.refit.digest import digests_of, set_digest
@@ -85,8 +85,10 @@ class TorchGenerationWorker:
             batch = requests[start : start + self._max_batch_size]
             try:
                 rows = self._decode(batch)
-            except RuntimeError as error:
-                raise GenerationError(f"generation failed: {error}", type_name=type(error).__qualname__) from error
+            except Exception as error:
+                raise GenerationError(
+                    f"generation failed: {type(error).__name__}: {error}", type_name=type(error).__qualname__
+                ) from error
             completions += [row.completion(version) for row in rows]
         return completions
 
@@ -223,4 +225,14 @@ def _build(settings: ModelSettings, device: torch.device) -> PreTrainedModel:
     dtype = torch.bfloat16 if settings.precision == "bfloat16" else torch.float32
     model: Any = random_model(settings, dtype, seed_offset=DUMMY_SEED_OFFSET)
     model.config.use_cache = True
+    kinds = {type(layer).__name__ for layer in DynamicCache(config=model.config).layers if not _can_shrink(layer)}
+    if kinds:
+        raise ModelError(
+            f"the torch backend cannot decode {type(model).__name__}: its cache holds {', '.join(sorted(kinds))}, from "
+            "which finished sequences cannot be taken out; choose another backend"
+        )
     return model.to(device).eval().requires_grad_(False)
+
+
+def _can_shrink(cache_layer: object) -> bool:
+    return hasattr(cache_layer, "batch_select_indices")

@@ -16,7 +16,7 @@ from nemo_rl_core.refit.manifest import Manifest, TensorSpec
 from nemo_rl_core.refit.sender import RefitSender
 from nemo_rl_core.refit.settings import RefitSettings
 from nemo_rl_core.workers.models import wire_tensors
-from nemo_rl_core.workers.sharding import full_tensors
+from nemo_rl_core.workers.sharding import full_tensors, wire_dtype
 
 __all__ = ["WeightSource"]
 
@@ -50,7 +50,7 @@ class WeightSource:
         """Return what a refit moves."""
         return Manifest(
             tuple(
-                TensorSpec(name=name, shape=tuple(tensor.shape), dtype=_dtype_name(self._wire_dtype(tensor)))
+                TensorSpec(name=name, shape=tuple(tensor.shape), dtype=_dtype_name(wire_dtype(tensor, self._dtype)))
                 for name, tensor in wire_tensors(self._model)
             )
         )
@@ -83,9 +83,6 @@ class WeightSource:
 
     def _tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         return full_tensors(wire_tensors(self._model), self._dtype)
-
-    def _wire_dtype(self, tensor: torch.Tensor) -> torch.dtype:
-        return self._dtype if tensor.is_floating_point() else tensor.dtype
 
     def _open(self, version: int) -> None:
         if self._sender is None:
