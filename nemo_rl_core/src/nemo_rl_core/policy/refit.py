@@ -61,8 +61,11 @@ class Refitter:
         sending = self._policy.start_sending(version)
         receiving = self._generation.start_receiving(self._address)
         deadline_s = self._settings.rendezvous_timeout_s + self._settings.transfer_timeout_s + SLACK_S
-        sent, sender_error = _outcome(sending.get_results, deadline_s)
         received, receiver_error = _outcome(receiving.get_results, deadline_s)
+        if receiver_error is not None and _is_death(receiver_error):
+            # The train side would wait for a rank that never comes until its own deadline; nobody has to wait for that.
+            raise receiver_error
+        sent, sender_error = _outcome(sending.get_results, deadline_s)
         errors = [error for error in (receiver_error, sender_error) if error is not None]
         if errors:
             raise _first_cause(errors)
@@ -89,8 +92,12 @@ def _outcome(
 
 def _first_cause(errors: list[NemoRLError]) -> NemoRLError:
     """Return the error to raise: a dead worker before the refit errors that its death caused."""
-    dead = [error for error in errors if isinstance(error, WorkerError) and "Refit" not in error.cause_type]
-    return (dead or errors)[0]
+    return next(filter(_is_death, errors), errors[0])
+
+
+def _is_death(error: NemoRLError) -> bool:
+    """Say whether a worker is gone, as opposed to one that reports how the refit failed."""
+    return isinstance(error, WorkerError) and "Refit" not in error.cause_type
 
 
 def _check(version: int, sent: dict[str, Any], received: list[dict[str, Any]]) -> None:
