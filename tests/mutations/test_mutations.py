@@ -39,7 +39,7 @@ def test_a_patch_says_what_it_guards_and_still_applies(pristine: Path, path: Pat
 def test_there_is_a_mutation_for_every_kind_of_promise() -> None:
     kinds = {name.partition("_")[0] for name in NAMES}
     assert kinds >= {
-        *("config", "contract", "distributed", "fp8", "guard", "objectives"),
+        *("config", "contract", "distributed", "fp8", "guard", "objectives", "policy"),
         *("packaging", "phases", "plugins", "refit", "rollout", "sampling", "violation", "workers"),
     }
 
