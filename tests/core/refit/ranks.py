@@ -5,6 +5,7 @@ import math
 import multiprocessing
 import os
 import signal
+import time
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -12,9 +13,13 @@ import torch
 
 from nemo_rl_core.errors import RefitError, WeightsInvalidError
 from nemo_rl_core.refit import handshake
+from nemo_rl_core.refit.deadline import Deadline
+from nemo_rl_core.refit.handshake import Offer
 from nemo_rl_core.refit.manifest import Manifest
 from nemo_rl_core.refit.receiver import RefitReceiver
+from nemo_rl_core.refit.rendezvous import StoreClient, split_address
 from nemo_rl_core.refit.sender import RefitSender
+from nemo_rl_core.refit.session import OPEN_KEY
 from nemo_rl_core.refit.settings import RefitSettings
 from nemo_rl_core.testing.refit import DictSink
 
@@ -68,6 +73,13 @@ class PipedSink(DictSink):
         super().__init__(tensors)
         self.pipe = pipe
         self.plan = plan
+
+    def manifest(self):
+        if self.plan.pop("pause_in_manifest", None):
+            self.pipe.send("asked for the manifest")
+            assert self.pipe.poll(ANSWER_S)
+            self.pipe.recv()
+        return super().manifest()
 
     def load(self, tensors):
         if self.plan.pop("pause_in_load", None):
@@ -155,6 +167,19 @@ def source(plan: dict[str, Any], pipe: Connection):
         if index == plan.get("raise_at"):
             raise LookupError("shard 3 is missing")
         yield item
+
+
+def wait_for_hello(address: str, rank: int) -> None:
+    """Wait until a receiving rank has said hello in the refit that is open: it is past its own checks by then."""
+    client = StoreClient(*split_address(address), connect_timeout_s=20.0, answer_timeout_s=10.0)
+    deadline = Deadline(ANSWER_S)
+    while not deadline.expired:
+        offer = client.read(OPEN_KEY)
+        if offer is not None and client.read(f"refit/{Offer.head_from_json(offer)[1]}/hello/{rank}") is not None:
+            client.close()
+            return
+        time.sleep(0.01)
+    raise AssertionError(f"generation rank {rank} said no hello in time")
 
 
 class Rank:

@@ -6,7 +6,7 @@ import signal
 import pytest
 import torch
 
-from .ranks import SETTINGS, Trio, weights
+from .ranks import SETTINGS, Trio, wait_for_hello, weights
 
 pytestmark = pytest.mark.timeout(150)
 
@@ -118,6 +118,69 @@ def test_a_receiver_stopped_in_mid_load_is_named_and_agrees_when_it_wakes(trio):
     assert failed["type"] == "RefitPeerLostError"
     assert f"pid {trio.receivers[1].pid}) has been silent for {SETTINGS.silence_timeout_s} s" in failed["cause"]
     check_invalid(other, sleeper, cause=failed["cause"])
+    trio.refit_works()
+
+
+def in_the_handshake(trio) -> None:
+    """Bring a refit to where rank 1 has said hello and rank 2 has not: nobody can have gone on."""
+    trio.begin(two={"pause_in_manifest": True})
+    assert trio.receivers[2].answer() == "asked for the manifest"
+    wait_for_hello(trio.address, 1)
+
+
+def test_a_receiver_killed_in_the_handshake_is_named_on_both_sides_and_no_weights_are_lost(trio):
+    trio.refit_works()
+    before = trio.version
+    in_the_handshake(trio)
+    pid = trio.receivers[1].pid
+    trio.receivers[1].kill()
+    sent = trio.sender.answer()
+    trio.receivers[2].pipe.send("go")
+    failed = same_cause(sent, other := trio.receivers[2].answer())
+    assert failed["type"] == "RefitPeerLostError"
+    assert f"pid {pid})" in failed["cause"]
+    assert "generation rank 1" in failed["cause"]
+    assert other["valid"] == before, "no byte was moved, so the old weights stay"
+    trio.refit_works()
+
+
+def test_a_receiver_stopped_in_the_handshake_is_named_and_agrees_when_it_wakes(trio):
+    trio.refit_works()
+    in_the_handshake(trio)
+    trio.receivers[1].signal(signal.SIGSTOP)
+    sent = trio.sender.answer()
+    trio.receivers[1].signal(signal.SIGCONT)
+    trio.receivers[2].pipe.send("go")
+    failed = same_cause(sent, trio.receivers[1].answer(), trio.receivers[2].answer())
+    assert failed["type"] == "RefitPeerLostError"
+    assert f"pid {trio.receivers[1].pid}) has been silent" in failed["cause"]
+    trio.refit_works()
+
+
+def test_a_sender_killed_in_the_handshake_is_named_by_every_receiver_that_was_there(trio):
+    trio.refit_works()
+    in_the_handshake(trio)
+    pid = trio.sender.pid
+    trio.sender.kill()
+    first = trio.receivers[1].answer()
+    trio.receivers[2].pipe.send("go")
+    failed = same_cause(first, trio.receivers[2].answer())
+    assert failed["type"] == "RefitPeerLostError"
+    assert f"pid {pid}) is gone" in failed["cause"]
+    trio.refit_works()
+
+
+def test_a_sender_stopped_in_the_handshake_is_named_and_agrees_when_it_wakes(trio):
+    trio.refit_works()
+    in_the_handshake(trio)
+    trio.sender.signal(signal.SIGSTOP)
+    first = trio.receivers[1].answer()
+    trio.sender.signal(signal.SIGCONT)
+    trio.receivers[2].pipe.send("go")
+    failed = same_cause(first, trio.sender.answer(), trio.receivers[2].answer())
+    assert failed["type"] == "RefitPeerLostError"
+    assert "train rank 0" in failed["cause"]
+    assert f"pid {trio.sender.pid}) has been silent" in failed["cause"]
     trio.refit_works()
 
 
