@@ -176,7 +176,7 @@ def _text(cause: BaseException) -> str:
 def _check_protocol(plugin: Plugin, loaded: object, expected: int) -> None:
     try:
         actual = getattr(loaded, "protocol", None)
-    except Exception as cause:
+    except Exception as cause:  # a property of the plugin's may raise anything
         raise _broken(plugin, "raises when it is asked for its protocol", cause) from cause
     if actual != expected:
         speaks = "names no protocol number" if actual is None else f"speaks protocol {actual!r}"

@@ -152,7 +152,7 @@ def _is_correct(task: Task, prompt: EncodedPrompt, text: str, index: int) -> boo
     """Ask the task, or raise a ``RewardError`` that says where it went wrong."""
     try:
         return task.is_correct(prompt.prompt, text)
-    except Exception as error:
+    except Exception as error:  # the task is the user's code; whatever it raises is reported as such
         raise RewardError(
             f"is_correct() of task {task.name!r} failed for held-out sample {index} (prompt {str(prompt.prompt)[:80]!r}, "
             f"completion {text[:80]!r}): {type(error).__name__}: {error}"

@@ -82,14 +82,14 @@ def load_task(name: str, kwargs: Mapping[str, Any] | None = None) -> Task:
     module_name, _, class_name = path.rpartition(":" if ":" in path else ".")
     try:
         factory = getattr(importlib.import_module(module_name), class_name)
-    except Exception as error:
+    except Exception as error:  # the task is the user's code; whatever it raises is reported as such
         raise ConfigError(f"data.task {name!r} cannot be imported: {type(error).__name__}: {error}") from error
     _check_arguments(name, factory, kwargs or {})
     try:
         task = factory(**(kwargs or {}))
     except ConfigError:
         raise
-    except Exception as error:
+    except Exception as error:  # the task is the user's code; whatever it raises is reported as such
         raise ConfigError(f"data.task {name!r} failed while it was built: {type(error).__name__}: {error}") from error
     if not isinstance(task, Task):
         wanted = ["name", "train_prompts", "heldout_prompts", "reward", "is_correct"]
@@ -106,7 +106,7 @@ def prompts_of(task: Task, method: Literal["train_prompts", "heldout_prompts"]) 
     """
     try:
         prompts = list(getattr(task, method)())
-    except Exception as error:
+    except Exception as error:  # the task is the user's code; whatever it raises is reported as such
         raise DataError(f"{method}() of task {task.name!r} failed: {type(error).__name__}: {error}") from error
     for index, prompt in enumerate(prompts):
         if not isinstance(prompt, Prompt):

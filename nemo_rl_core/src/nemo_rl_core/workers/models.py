@@ -78,7 +78,7 @@ def check_model(settings: ModelSettings, tokenizer_size: int) -> None:
     config = load_config(settings).get_text_config()
     try:
         empty_model(settings)
-    except Exception as error:
+    except Exception as error:  # transformers raises whatever a config's values happen to break
         raise ModelError(
             f"no causal LM can be built from this config: {type(error).__name__}: {error}; see policy.hf_config, "
             "policy.model_name and policy.hf_config_overrides"

@@ -85,7 +85,7 @@ class TorchGenerationWorker:
             batch = requests[start : start + self._max_batch_size]
             try:
                 rows = self._decode(batch)
-            except Exception as error:
+            except Exception as error:  # the engine's boundary: whatever it is leaves as plain data
                 raise GenerationError(
                     f"generation failed: {type(error).__name__}: {error}", type_name=type(error).__qualname__
                 ) from error
