@@ -139,6 +139,7 @@ def test_the_summary_says_who_trained_and_who_generated_with_which_interpreter(f
             assert worker["interpreter"] == sys.executable
             assert worker["engine_version"].startswith("torch ")
     assert {w["backend"] for w in summary["roles"]["generation"]} == {"torch"}
+    assert summary["driver"]["interpreter"] == sys.executable
     assert summary["firewall"]["violations"] == []
     assert_all_gone(worker_pids(summary))
 

@@ -3,7 +3,10 @@
 
 import argparse
 import contextlib
+import os
 import signal
+import socket
+import sys
 import time
 from collections.abc import Generator, Mapping
 from pathlib import Path
@@ -139,6 +142,7 @@ class _Record:
             "backend": self._config.generation.backend,
             "first": self._first,
             "last": self._last,
+            "driver": {"interpreter": sys.executable, "host": socket.gethostname(), "pid": os.getpid()},
             "roles": self._roles,
             "firewall": self.firewall(),
         }
