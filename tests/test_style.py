@@ -147,7 +147,7 @@ def test_the_patterns_trip(line: str, pattern: re.Pattern[str]):
     assert pattern.search(line)
 
 
-@pytest.mark.parametrize("line", ["tests/root/file", "https://example.org/home", "~/root/x", "nemo_rl_core/workers/"])
+@pytest.mark.parametrize("line", ["tests/Users/file", "https://example.org/home", "~/Users/x", "nemo_rl_core/workers/"])
 def test_the_patterns_leave_other_paths_alone(line: str):
     assert not MACHINE_PATH.search(line)
     assert not REGISTRY.search(line)

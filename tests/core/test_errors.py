@@ -6,7 +6,7 @@ import pytest
 from nemo_rl_core import errors
 from nemo_rl_core.errors import GenerationError, NemoRLError, RefitTimeoutError, WorkerError
 
-ALL = [getattr(errors, name) for name in errors.__all__]
+ALL = [kind for name in errors.__all__ if isinstance(kind := getattr(errors, name), type)]
 
 
 @pytest.mark.parametrize("kind", ALL)
@@ -32,3 +32,12 @@ def test_fields_survive_the_round_trip_too():
         again = pickle.loads(pickle.dumps(error))
         assert vars(again) == vars(error)
         assert vars(error)
+
+
+def test_the_text_of_an_exception_is_told_also_where_making_it_fails():
+    class MuteError(Exception):
+        def __str__(self):
+            raise RuntimeError("no text")
+
+    assert errors.text_of(KeyError("k")) == "'k'"
+    assert errors.text_of(MuteError()) == "<MuteError whose text cannot be made: RuntimeError>"

@@ -33,7 +33,16 @@ __all__ = [
     "WeightsInvalidError",
     "WorkerError",
     "WorkerTimeoutError",
+    "text_of",
 ]
+
+
+def text_of(error: BaseException) -> str:
+    """Return an exception's message, also where its own ``__str__`` is broken: a foreign class may raise anything."""
+    try:
+        return str(error)
+    except Exception as broken:  # noqa: BLE001 - whatever it is, the first error is the one to tell
+        return f"<{type(error).__name__} whose text cannot be made: {type(broken).__name__}>"
 
 
 class NemoRLError(Exception):

@@ -262,7 +262,7 @@ class WorkerShell:
         return {
             "phase": phase,
             "type": type(error).__name__,
-            "text": _text(error),
+            "text": errors.text_of(error),
             "traceback": "".join(traceback.format_exception(error)),
             "rank": self._spec.rank,
             "worker": self._spec.worker,
@@ -281,14 +281,6 @@ def _use_own_tools() -> None:
         os.environ["VIRTUAL_ENV"] = sys.prefix
     else:
         os.environ.pop("VIRTUAL_ENV", None)
-
-
-def _text(error: Exception) -> str:
-    """Return an exception's message, also where its own ``__str__`` is broken."""
-    try:
-        return str(error)
-    except Exception as broken:  # noqa: BLE001 -- a foreign class may raise anything here
-        return f"<{type(error).__name__} whose text cannot be made: {type(broken).__name__}>"
 
 
 def _core_error(error: Exception) -> dict[str, Any] | None:

@@ -14,6 +14,7 @@ from nemo_rl_core.errors import (
     BackendError,
     BackendIncompatibleError,
     UnknownBackendError,
+    text_of,
 )
 from nemo_rl_core.plugins.discovery import GENERATION_GROUP, Plugin, PluginState, error_for, scan
 
@@ -161,16 +162,8 @@ def _load(
 def _broken(plugin: Plugin, what: str, cause: BaseException) -> BackendBrokenError:
     return BackendBrokenError(
         f"plugin {plugin.name!r} of {plugin.distribution} {plugin.version} is installed and {what}: "
-        f"{type(cause).__name__}: {_text(cause)}"
+        f"{type(cause).__name__}: {text_of(cause)}"
     )
-
-
-def _text(cause: BaseException) -> str:
-    """Return an exception's text, also where making it fails."""
-    try:
-        return str(cause)
-    except Exception as broken:  # noqa: BLE001 - a plugin's class may raise anything here
-        return f"<its text cannot be made: {type(broken).__name__}>"
 
 
 def _check_protocol(plugin: Plugin, loaded: object, expected: int) -> None:

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
-from nemo_rl_core.errors import RefitError
+from nemo_rl_core.errors import RefitError, text_of
 from nemo_rl_core.refit.deadline import Deadline, RunningClock, SilenceMeter
 from nemo_rl_core.refit.handshake import Identity
 from nemo_rl_core.refit.rendezvous import (
@@ -100,14 +100,6 @@ class _Monitor:
     def close(self) -> None:
         """Let the thread end; does not wait for it."""
         self._stop.set()
-
-
-def _describe(error: BaseException) -> str:
-    """Return type and text of an exception, also where its own ``__str__`` is broken."""
-    try:
-        return f"{type(error).__name__}: {error}"
-    except Exception as broken:  # noqa: BLE001 - an engine's class may raise anything here
-        return f"{type(error).__name__} (its text cannot be made: {type(broken).__name__})"
 
 
 def silent(who: Identity, silence_s: float, phase: str) -> Outcome:
@@ -208,7 +200,7 @@ class Session:
 
     def fail_by(self, error: BaseException) -> RefitError:
         """Record an exception of this rank's own side."""
-        return self.fail(OutcomeKind.FAILED, f"{self.me}: {_describe(error)}")
+        return self.fail(OutcomeKind.FAILED, f"{self.me}: {type(error).__name__}: {text_of(error)}")
 
     def fail_derived(self, error: BaseException) -> RefitError:
         """Record a failure that this rank only suffers, after giving the one who caused it time to be recorded."""
