@@ -16,29 +16,38 @@ an attribute of that name on any other object is an ordinary condition.
 """
 
 import ast
-from collections.abc import Iterable, Mapping
+import bisect
+import io
+import re
+import sys
+import tokenize
+import unicodedata
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from types import MappingProxyType
 
-__all__ = ["Form", "FoundImport", "Phase", "find_imports"]
+from nemo_rl_contracts.names import EXECUTORS, IMPORTERS, PROBES, Names
 
-#: Function that imports, to (keyword that carries the name, phase of the import relative to the call).
-_IMPORTERS = MappingProxyType(
-    {
-        "__import__": ("name", "eager"),
-        "builtins.__import__": ("name", "eager"),
-        "importlib.__import__": ("name", "eager"),
-        "importlib.import_module": ("name", "eager"),
-        "lazy_loader.load": ("fullname", "lazy"),
-        "pkgutil.resolve_name": ("name", "eager"),
-        "pytest.importorskip": ("modname", "eager"),
-        "runpy.run_module": ("mod_name", "eager"),
-    }
+__all__ = ["Form", "FoundImport", "Phase", "find_imports", "may_import_dynamically"]
+
+#: Words one of which a file has to contain so that a call in it may import.
+_WORDS = (
+    b"import_module",
+    b"__import__",
+    b"importorskip",
+    b"run_module",
+    b"resolve_name",
+    b"lazy_loader",
+    b"find_spec",
+    b"resources",
+    b"get_data",
+    b"builtins",
 )
-_EXECUTORS = frozenset({"exec", "eval", "builtins.exec", "builtins.eval"})
-_TYPE_CHECKING = frozenset({"typing.TYPE_CHECKING", "typing_extensions.TYPE_CHECKING"})
-_CATCHES_IMPORT_ERROR = frozenset({"ImportError", "ModuleNotFoundError", "Exception", "BaseException"})
+#: The two whose names are common in other words; `model.eval()` does not count.
+_EXECUTES = re.compile(rb"(?<![\w.])(?:exec|eval)(?:[\s\\)]|#[^\n]*\n)*\(")
+_TYPE_ALIAS: tuple[type, ...] = (ast.TypeAlias,) if sys.version_info >= (3, 12) else ()
+#: From Python 3.14 on annotations are evaluated when somebody asks for them (PEP 649).
+_ANNOTATIONS_ARE_EAGER = sys.version_info < (3, 14)
 
 
 class Phase(StrEnum):
@@ -48,6 +57,23 @@ class Phase(StrEnum):
     CONDITIONAL = "conditional"
     LAZY = "lazy"
     TYPING = "typing"
+
+    @property
+    def rank(self) -> int:
+        """Position in the order eager, conditional, lazy, typing."""
+        return _RANKS[self]
+
+    @classmethod
+    def of(cls, rank: int) -> "Phase":
+        """Return the phase of a rank."""
+        return list(cls)[rank]
+
+    def then(self, other: "Phase") -> "Phase":
+        """Return the phase of something of phase `other` below something of this one: the later of the two."""
+        return self if self.rank >= other.rank else other
+
+
+_RANKS = {phase: rank for rank, phase in enumerate(Phase)}
 
 
 class Form(StrEnum):
@@ -63,7 +89,7 @@ class FoundImport:
 
     Attributes:
         module: Absolute name of the module; of ``from a import b`` it is ``a``, since only the file system can tell
-            whether ``a.b`` is a module.
+            whether ``a.b`` is a module. It keeps its leading dots where the package that they start from is unknown.
         names: What a ``from`` statement takes out of it, ``("*",)`` for a star; empty for other forms.
         lineno: Line of the statement or call, counted from 1.
         phase: When it runs.
@@ -80,26 +106,83 @@ class FoundImport:
     guarded: bool = False
 
 
-def find_imports(source: str, *, module: str = "", is_package: bool = False) -> list[FoundImport]:
+def may_import_dynamically(source: bytes) -> bool:
+    """Tell whether a file holds a word without which none of its calls can import; cheap, and never wrongly False."""
+    source = _spelled_out(source)
+    # Searching for plain words is many times faster than one expression for all of them.
+    return any(word in source for word in _WORDS) or (
+        (b"exec" in source or b"eval" in source) and _EXECUTES.search(source) is not None
+    )
+
+
+def find_imports(
+    source: str | bytes, *, module: str = "", is_package: bool = False, import_functions: Iterable[str] = ()
+) -> list[FoundImport]:
     """Find every import of a source file, in the order of their lines.
 
     Args:
-        source: The text of the file.
+        source: The file; bytes are decoded as Python does, by their mark or the coding line, else as UTF-8.
         module: Absolute name of the module, to resolve relative imports; "" leaves their dots in front.
         is_package: True for an ``__init__.py``.
+        import_functions: Full names of further functions that import what their first argument names.
 
     Raises:
-        SyntaxError: If this interpreter cannot parse the source (3.11 does not know PEP 810's ``lazy import``).
+        SyntaxError: If this interpreter cannot parse the source: a syntax of a later Python (3.11 does not know PEP 810's
+            ``lazy import``), bytes that are not in the encoding they claim, null bytes, or nesting that is too deep.
     """
-    tree = ast.parse(source)
+    tree = _parse(source)
+    functions = tuple(import_functions)
+    package = module if is_package else module.rpartition(".")[0]
+    importers = dict(IMPORTERS) | dict.fromkeys(functions, ("name", "eager"))
+    names = Names.of(tree, package=package, functions=functions)
     walker = _Walker(
-        names=_Names(_aliases(tree)),
+        names=names,
         module=module,
-        package=module if is_package else module.rpartition(".")[0],
-        annotations_run=not _has_future_annotations(tree),
+        package=package,
+        annotations_run=_ANNOTATIONS_ARE_EAGER and not _has_future_annotations(tree),
+        importers=importers,
+        call_lines=_lines_of_calls(_spelled_out(source), names, importers),
     )
-    walker.visit_all(tree.body, _Place())
+    walker.walk(tree.body)
     return sorted(walker.found, key=lambda found: found.lineno)
+
+
+def _spelled_out(source: str | bytes) -> bytes:
+    """Return a source in UTF-8 with each name as Python reads it; its lines stay as they are.
+
+    Python takes other letters for the plain ones that they stand for (NFKC), and a coding line can say UTF-7.
+    """
+    if isinstance(source, bytes):
+        if source.isascii() and not any(b"coding" in line for line in source.split(b"\n", 2)[:2]):
+            return source
+        try:
+            source = source.decode(tokenize.detect_encoding(io.BytesIO(source).readline)[0])
+        except (SyntaxError, LookupError, ValueError):
+            return source  # the parser refuses it too
+    return unicodedata.normalize("NFKC", source).encode("utf-8", "surrogatepass")
+
+
+def _lines_of_calls(source: bytes, names: Names, importers: Mapping[str, tuple[str, str]]) -> list[int]:
+    """Return the lines on which a function that imports is written, under its own name or another that it has here.
+
+    Statements alone are a fraction of a tree; only expressions that touch one of these lines are entered.
+    """
+    functions = {*importers, *PROBES, *EXECUTORS}
+    words = {name.rpartition(".")[2] for name in functions}
+    words |= {alias for alias, meant in names.aliases.items() if meant in functions}
+    found = [word.encode() for word in words if word.encode() in source]
+    if not found:
+        return []
+    return [number for number, line in enumerate(source.splitlines(), 1) if any(word in line for word in found)]
+
+
+def _parse(source: str | bytes) -> ast.Module:
+    try:
+        return ast.parse(source.removeprefix("\ufeff") if isinstance(source, str) else source)
+    except (RecursionError, MemoryError):
+        raise SyntaxError("the source is nested too deeply for this interpreter's parser") from None
+    except ValueError as error:  # null bytes, before Python 3.12
+        raise SyntaxError(str(error)) from None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,35 +191,19 @@ class _Place:
 
     phase: Phase = Phase.EAGER
     guarded: bool = False
+    in_function: bool = False
+    in_f_string: bool = False  # where Python 3.11 gives no true line numbers
 
     def at(self, phase: Phase) -> "_Place":
         """Go below something of this phase: typing beats lazy beats conditional beats eager."""
-        order = list(Phase)
-        return _Place(phase=max(self.phase, phase, key=order.index), guarded=self.guarded)
+        return replace(self, phase=self.phase.then(phase))
 
     def guard(self, guarded: bool) -> "_Place":
-        return _Place(phase=self.phase, guarded=self.guarded or guarded)
+        return replace(self, guarded=self.guarded or guarded)
 
-
-def _aliases(tree: ast.Module) -> dict[str, str]:
-    """Map each name that an import binds anywhere in the file to what it stands for."""
-    aliases: dict[str, str] = {}
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            for alias in node.names:
-                top = alias.name.partition(".")[0]
-                aliases[alias.asname or top] = alias.name if alias.asname else top
-        elif isinstance(node, ast.ImportFrom) and node.module and node.level == 0:
-            for alias in node.names:
-                bound = [name.rpartition(".")[2] for name in _TYPE_CHECKING] if alias.name == "*" else [alias.name]
-                for name in bound:
-                    aliases[alias.asname or name] = f"{node.module}.{name}"
-    for node in tree.body:
-        # `TYPE_CHECKING = False` without importing typing: type checkers know the idiom.
-        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant) and node.value.value is False:
-            is_idiom = [getattr(target, "id", "") for target in node.targets] == ["TYPE_CHECKING"]
-            aliases |= {"TYPE_CHECKING": "typing.TYPE_CHECKING"} if is_idiom else {}
-    return aliases
+    def function(self) -> "_Place":
+        """Go into the body of a function: it runs when it is called, and no `try` around its definition helps it."""
+        return replace(self.at(Phase.LAZY), in_function=True, guarded=False)
 
 
 def _has_future_annotations(tree: ast.Module) -> bool:
@@ -148,56 +215,49 @@ def _has_future_annotations(tree: ast.Module) -> bool:
     )
 
 
-@dataclass(frozen=True)
-class _Names:
-    """What the names of one file stand for."""
-
-    aliases: Mapping[str, str]
-
-    def dotted(self, node: ast.AST | None) -> str:
-        """Return the full name of a name or an attribute chain, "" of anything else."""
-        if isinstance(node, ast.Name):
-            return self.aliases.get(node.id, node.id)
-        if isinstance(node, ast.Attribute):
-            base = self.dotted(node.value)
-            return f"{base}.{node.attr}" if base else ""
-        return ""
-
-    def runtime_truth(self, test: ast.expr) -> bool | None:
-        """Return what a condition is at run time as far as TYPE_CHECKING alone decides it; None if it does not."""
-        if self.dotted(test) in _TYPE_CHECKING:
-            return False
-        if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
-            truth = self.runtime_truth(test.operand)
-            return None if truth is None else not truth
-        if isinstance(test, ast.BoolOp):
-            decisive = isinstance(test.op, ast.Or)
-            truths = [self.runtime_truth(value) for value in test.values]
-            if decisive in truths:
-                return decisive
-            return None if None in truths else not decisive
-        return None
-
-    def catches_import_error(self, types: Iterable[ast.expr | None]) -> bool:
-        """Tell whether one of these exception types (None: a bare except) covers ImportError."""
-        flat = [part for node in types for part in (node.elts if isinstance(node, ast.Tuple) else [node])]
-        return any(part is None or self.dotted(part).rpartition(".")[2] in _CATCHES_IMPORT_ERROR for part in flat)
-
-
 class _Walker:
-    """Walks a tree with the place of each node, and collects imports in `found`."""
+    """Walks a tree with the place of each node, and collects imports in `found`.
 
-    def __init__(self, *, names: _Names, module: str, package: str, annotations_run: bool) -> None:
+    It keeps a list of what is left to visit and does not call itself: a chain of a thousand `elif` is no problem.
+    """
+
+    def __init__(
+        self,
+        *,
+        names: Names,
+        module: str,
+        package: str,
+        annotations_run: bool,
+        importers: Mapping[str, tuple[str, str]],
+        call_lines: Sequence[int],
+    ) -> None:
         self.found: list[FoundImport] = []
         self._names = names
         self._module = module
         self._package = package
         self._annotations_run = annotations_run
+        self._importers = importers
+        self._call_lines = call_lines
+        self._todo: list[tuple[ast.AST, _Place]] = []
 
-    def visit_all(self, nodes: Iterable[ast.AST | None], place: _Place) -> None:
-        for node in nodes:
-            if node is not None:
-                self._visit(node, place)
+    def walk(self, body: Iterable[ast.AST]) -> None:
+        self._later(body, _Place())
+        while self._todo:
+            self._visit(*self._todo.pop())
+
+    def _later(self, nodes: Iterable[ast.AST | None], place: _Place) -> None:
+        self._todo.extend((node, place) for node in nodes if node is not None)
+
+    def _expressions(self, nodes: Iterable[ast.AST | None], place: _Place) -> None:
+        if self._call_lines:
+            self._later((node for node in nodes if node is not None and self._may_call(node, place)), place)
+
+    def _may_call(self, node: ast.AST, place: _Place) -> bool:
+        first, last = getattr(node, "lineno", None), getattr(node, "end_lineno", None)
+        if first is None or last is None or place.in_f_string:
+            return True
+        next_call = bisect.bisect_left(self._call_lines, first)
+        return next_call < len(self._call_lines) and self._call_lines[next_call] <= last
 
     def _visit(self, node: ast.AST, place: _Place) -> None:
         match node:
@@ -205,9 +265,14 @@ class _Walker:
                 self._statement(node, place)
             case ast.FunctionDef() | ast.AsyncFunctionDef():
                 self._function(node, place)
+            case ast.ClassDef():
+                self._expressions([*node.decorator_list, *node.bases, *node.keywords], place)
+                self._type_parameters(node, place)
+                # Of a class inside a function the annotations are evaluated, unlike those of the function's own names.
+                self._later(node.body, replace(place, in_function=False))
             case ast.Lambda():
-                self.visit_all([*node.args.defaults, *node.args.kw_defaults], place)
-                self._visit(node.body, place.at(Phase.LAZY))
+                self._expressions([*node.args.defaults, *node.args.kw_defaults], place)
+                self._expressions([node.body], place.function())
             case ast.If() | ast.IfExp():
                 self._branches(node, place)
             case ast.BoolOp():
@@ -217,13 +282,31 @@ class _Walker:
             case ast.With() | ast.AsyncWith():
                 self._with(node, place)
             case ast.Match():
-                self._visit(node.subject, place)
-                self.visit_all(node.cases, place.at(Phase.CONDITIONAL))
+                self._expressions([node.subject], place)
+                for case in node.cases:
+                    self._expressions([case.guard], place.at(Phase.CONDITIONAL))
+                    self._later(case.body, place.at(Phase.CONDITIONAL))
+            case ast.AnnAssign():
+                self._expressions([node.target, node.value], place)
+                if self._annotations_run and not place.in_function:
+                    self._expressions([node.annotation], place)
             case ast.Call():
                 self._call(node, place)
-                self.visit_all(ast.iter_child_nodes(node), place)
+                self._expressions(ast.iter_child_nodes(node), place)
+            case ast.JoinedStr():
+                self._expressions(node.values, replace(place, in_f_string=True))
             case _:
-                self.visit_all(ast.iter_child_nodes(node), place)
+                self._other(node, place)
+
+    def _other(self, node: ast.AST, place: _Place) -> None:
+        if isinstance(node, _TYPE_ALIAS):
+            self._expressions(ast.iter_child_nodes(node), place.function())
+        elif isinstance(node, (ast.For, ast.AsyncFor, ast.While)):
+            heads = [node.test] if isinstance(node, ast.While) else [node.iter, node.target]
+            self._expressions(heads, place)
+            self._later([*node.body, *node.orelse], place)
+        else:
+            self._expressions(ast.iter_child_nodes(node), place)
 
     def _add(self, module: str, node: ast.stmt | ast.expr, place: _Place, names: tuple[str, ...] = ()) -> None:
         form = Form.STATEMENT if isinstance(node, ast.stmt) else Form.DYNAMIC
@@ -250,25 +333,30 @@ class _Walker:
 
     def _function(self, node: ast.FunctionDef | ast.AsyncFunctionDef, place: _Place) -> None:
         arguments = node.args
-        self.visit_all([*node.decorator_list, *arguments.defaults, *arguments.kw_defaults], place)
+        self._expressions([*node.decorator_list, *arguments.defaults, *arguments.kw_defaults], place)
         if self._annotations_run:
             every = [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs, arguments.vararg, arguments.kwarg]
-            self.visit_all([*(argument.annotation for argument in every if argument), node.returns], place)
-        self.visit_all(node.body, place.at(Phase.LAZY))
+            self._expressions([*(argument.annotation for argument in every if argument), node.returns], place)
+        self._type_parameters(node, place)
+        self._later(node.body, place.function())
+
+    def _type_parameters(self, node: ast.AST, place: _Place) -> None:
+        """Visit the bounds of `def f[T: bound]`, Python 3.12: they are evaluated when somebody asks for them."""
+        self._expressions(getattr(node, "type_params", ()), place.function())
 
     def _branches(self, node: ast.If | ast.IfExp, place: _Place) -> None:
-        self._visit(node.test, place)
+        self._expressions([node.test], place)
         truth = self._names.runtime_truth(node.test)
         body, orelse = ([part] if isinstance(part, ast.expr) else part for part in (node.body, node.orelse))
         below = {None: Phase.CONDITIONAL, True: Phase.EAGER, False: Phase.TYPING}
-        self.visit_all(body, place.at(below[truth]))
-        self.visit_all(orelse, place.at(below[None if truth is None else not truth]))
+        self._later(body, place.at(below[truth]))
+        self._later(orelse, place.at(below[None if truth is None else not truth]))
 
     def _operands(self, node: ast.BoolOp, place: _Place) -> None:
         """Visit `a and b`: `b` may run, unless TYPE_CHECKING in front of it decides."""
         decisive = isinstance(node.op, ast.Or)
         for value in node.values:
-            self._visit(value, place)
+            self._expressions([value], place)
             truth = self._names.runtime_truth(value)
             if truth is None:
                 place = place.at(Phase.CONDITIONAL)
@@ -277,12 +365,14 @@ class _Walker:
 
     def _try(self, node: ast.Try | ast.TryStar, place: _Place) -> None:
         guarded = self._names.catches_import_error(handler.type for handler in node.handlers)
-        self.visit_all(node.body, place.guard(guarded))
-        self.visit_all(node.handlers, place.at(Phase.CONDITIONAL))
-        self.visit_all([*node.orelse, *node.finalbody], place)
+        self._later(node.body, place.guard(guarded))
+        for handler in node.handlers:
+            self._expressions([handler.type], place.at(Phase.CONDITIONAL))
+            self._later(handler.body, place.at(Phase.CONDITIONAL))
+        self._later([*node.orelse, *node.finalbody], place)
 
     def _with(self, node: ast.With | ast.AsyncWith, place: _Place) -> None:
-        self.visit_all(node.items, place)
+        self._expressions(node.items, place)
         suppressed = [
             argument
             for item in node.items
@@ -290,46 +380,57 @@ class _Walker:
             and self._names.dotted(item.context_expr.func) == "contextlib.suppress"
             for argument in item.context_expr.args
         ]
-        self.visit_all(node.body, place.guard(self._names.catches_import_error(suppressed)))
+        self._later(node.body, place.guard(self._names.catches_import_error(suppressed)))
 
     def _call(self, node: ast.Call, place: _Place) -> None:
         function = self._names.dotted(node.func)
         keywords = {keyword.arg: keyword.value for keyword in node.keywords}
-        if function in _EXECUTORS:
+        if function in EXECUTORS:
             self._executed(node, place)
-        if function not in _IMPORTERS:
-            return
-        keyword, phase = _IMPORTERS[function]
-        name = _literal(node.args[0] if node.args else keywords.get(keyword))
-        if not name:
-            return
-        name = name.partition(":")[0]  # pkgutil's `module:attribute`
+        elif function in PROBES:
+            # `find_spec("a.b")` imports `a` to look for `b`.
+            parent = self._named(node, keywords, "name").rpartition(".")[0]
+            if parent.strip("."):
+                self._add(parent, node, place)
+        # A function that a configuration names may be called in the module that defines it.
+        elif (known := self._importers.get(function) or self._importers.get(f"{self._module}.{function}")) and (
+            name := self._named(node, keywords, known[0])
+        ):
+            self._add(name, node, place.at(Phase(known[1])))
+
+    def _named(self, node: ast.Call, keywords: Mapping[str | None, ast.expr], keyword: str) -> str:
+        """Return the module that a call names by its first argument or by a keyword, "" of a computed one."""
+        name = self._names.module_name(node.args[0] if node.args else keywords.get(keyword))
+        name = name.partition(":")[0]  # `module:attribute`, as pkgutil.resolve_name and entry points write it
         if name.startswith("."):
             name = _resolve(name, self._anchor(node.args[1] if len(node.args) > 1 else keywords.get("package")))
-        self._add(name, node, place.at(Phase(phase)))
+        return name
 
     def _anchor(self, package: ast.expr | None) -> str:
         """Return the package that a relative dynamic import starts from, "" if it is not written out."""
         known = {"__name__": self._module, "__package__": self._package}
-        return _literal(package) or known.get(self._names.dotted(package), "")
+        return self._names.text(package) or known.get(self._names.dotted(package), "")
 
     def _executed(self, node: ast.Call, place: _Place) -> None:
-        text = _literal(node.args[0]) if node.args else None
+        text = self._names.text(node.args[0]) if node.args else None
         if text is None:
             return
         try:
-            tree = ast.parse(text)
+            tree = _parse(text.lstrip(" \t"))  # `eval` passes over leading blanks; `exec` of such a text fails
         except SyntaxError:
             return  # it would not import anything at run time either
+        names = self._names.extended(Names.of(tree, package=self._package, functions=self._importers))
         inner = _Walker(
-            names=self._names, module=self._module, package=self._package, annotations_run=self._annotations_run
+            names=names,
+            module=self._module,
+            package=self._package,
+            annotations_run=self._annotations_run,
+            importers=self._importers,
+            call_lines=_lines_of_calls(_spelled_out(text), names, self._importers),
         )
-        inner.visit_all(tree.body, place)
+        inner._later(tree.body, replace(place, in_function=False))
+        inner.walk([])
         self.found.extend(replace(found, lineno=node.lineno, form=Form.DYNAMIC) for found in inner.found)
-
-
-def _literal(node: ast.expr | None) -> str | None:
-    return node.value if isinstance(node, ast.Constant) and isinstance(node.value, str) else None
 
 
 def _resolve(name: str, package: str) -> str:

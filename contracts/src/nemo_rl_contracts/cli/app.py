@@ -1,0 +1,121 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The command `nemo-rl-contracts`."""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from nemo_rl_contracts.cli import commands
+from nemo_rl_contracts.errors import MisconfiguredError, NotCoveredError
+from nemo_rl_contracts.formats import FORMATS
+from nemo_rl_contracts.running import GRAPH_CACHE, ExitCode
+
+__all__ = ["main"]
+
+_EXIT_CODES = "Exit code: 0 kept, 1 broken, 2 misconfigured (nothing is proven), 3 files are not covered."
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command.
+
+    Args:
+        arguments: What stands behind the command's name; None takes it from the process.
+
+    Returns:
+        The exit code; see ``ExitCode``.
+    """
+    options = _parser().parse_args(arguments)
+    # A picture or a document with a character that the terminal's encoding lacks is no reason to fail.
+    sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
+    try:
+        return int(options.command(options))
+    except MisconfiguredError as error:
+        print(f"nemo-rl-contracts: {error}", file=sys.stderr)
+        return int(ExitCode.MISCONFIGURED)
+    except NotCoveredError as error:
+        print(f"nemo-rl-contracts: not covered: {error}", file=sys.stderr)
+        return int(ExitCode.NOT_COVERED)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="nemo-rl-contracts", description="Import contracts that know when an import runs.", epilog=_EXIT_CODES
+    )
+    subparsers = parser.add_subparsers(required=True, metavar="COMMAND")
+    _add_check(subparsers)
+    _add_report(subparsers)
+    _add_init(subparsers)
+    return parser
+
+
+def _add_check(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    check = subparsers.add_parser(
+        "check",
+        help="check the contracts of our types in a configuration of import-linter",
+        description="Check the contracts of our types in .importlinter, setup.cfg or pyproject.toml; `lint-imports` "
+        "checks all. Without a `coverage` contract one is added.",
+        epilog=_EXIT_CODES,
+    )
+    check.add_argument("--config", type=Path, help="the configuration (default: as import-linter looks for it)")
+    check.add_argument("--format", choices=list(FORMATS), default="text", help="default: text")
+    check.add_argument(
+        "--shrink-baseline", action="store_true", help="take entries out of the baselines that are no longer true"
+    )
+    _add_cache(check)
+    check.set_defaults(command=commands.check)
+
+
+def _add_report(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    report = subparsers.add_parser(
+        "report",
+        help="say when a package reaches another, without any configuration",
+        description="Say of a package when it reaches others: how many chains are lazy, and which run at import time.",
+        epilog=f"{_EXIT_CODES} Without --baseline nothing counts as broken.",
+    )
+    report.add_argument("target", metavar="PATH", help="a package's folder, or the name of an installed package")
+    report.add_argument(
+        "--forbid", metavar="NAME", action="append", required=True, help="what must not be reached; may be repeated"
+    )
+    report.add_argument("--format", choices=["text", "json", "mermaid"], default="text", help="default: text")
+    baseline = report.add_mutually_exclusive_group()
+    baseline.add_argument("--write-baseline", type=Path, metavar="FILE", help="write what runs at import time today")
+    baseline.add_argument("--baseline", type=Path, metavar="FILE", help="fail at what runs at import time and is new")
+    baseline.add_argument(
+        "--shrink-baseline", type=Path, metavar="FILE", help="take out what is no longer true; nothing is added"
+    )
+    _add_cache(report)
+    report.set_defaults(command=commands.report)
+
+
+def _add_init(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    init = subparsers.add_parser(
+        "init",
+        help="write a first configuration, and a baseline where it is broken today",
+        description="Write .importlinter with a `coverage` and an `import_phase` contract for a package.",
+        epilog=_EXIT_CODES,
+    )
+    init.add_argument("target", metavar="PATH", help="the package's folder, below the working directory")
+    init.add_argument("--forbid", metavar="NAME", action="append", required=True, help="as for report")
+    init.add_argument("--config", type=Path, default=Path(".importlinter"), help="default: .importlinter")
+    init.add_argument(
+        "--baseline",
+        type=Path,
+        default=Path("import-baseline.json"),
+        help="where known violations go, if there are any (default: import-baseline.json)",
+    )
+    init.set_defaults(command=commands.init)
+
+
+def _add_cache(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--no-cache", action="store_true", help="keep nothing between runs")
+    parser.add_argument(
+        "--cache-dir",
+        default=GRAPH_CACHE,
+        metavar="DIR",
+        help=f"where grimp keeps its results (default: {GRAPH_CACHE})",
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

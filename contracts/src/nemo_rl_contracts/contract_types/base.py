@@ -1,0 +1,165 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What our contract types share: they report, and do not raise.
+
+import-linter ends the whole run at an exception, and leaves the other contracts unchecked. So a contract that is
+misconfigured, or whose files can't be read, comes back as broken with the reason; `nemo-rl-contracts check` tells the
+three apart by its exit code.
+"""
+
+import abc
+import difflib
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from grimp import ImportGraph
+from importlinter import Contract, ContractCheck, fields
+
+from nemo_rl_contracts.chains import ImportMap, covers
+from nemo_rl_contracts.errors import MisconfiguredError, NotCoveredError
+from nemo_rl_contracts.patterns import matches
+from nemo_rl_contracts.sources import CACHE_FOLDER, Reader, find_sources
+from nemo_rl_contracts.violations import Violation
+
+__all__ = ["FirewallContract", "read_import_map", "root_packages", "select_modules"]
+
+#: Options that import-linter reads itself.
+_COMMON = frozenset({"id", "name", "type", "broken_contract_guidance"})
+
+
+class FirewallContract(Contract):
+    """A contract that says what it found as violations.
+
+    Import-linter 2.14 looks for fields on the class of the contract itself, not on its bases: each type lists its own.
+    """
+
+    rule: str
+
+    @abc.abstractmethod
+    def examine(self, graph: ImportGraph) -> list[Violation]:
+        """Return what is broken.
+
+        Raises:
+            MisconfiguredError: If the options prove nothing.
+            NotCoveredError: If a file that matters can't be read.
+        """
+
+    def check(self, graph: ImportGraph, verbose: bool) -> ContractCheck:
+        """Check the graph; see the base class.
+
+        Args:
+            graph: The import graph, external packages included.
+            verbose: Ignored.
+        """
+        del verbose
+        metadata: dict[str, Any] = {"violations": [], "problems": [], "uncovered": [], "notes": []}
+        self._notes: list[str] = metadata["notes"]
+        try:
+            self._require_known_options()
+            metadata["violations"] = self.examine(graph)
+        except MisconfiguredError as error:
+            metadata["problems"] = str(error).splitlines()
+        except NotCoveredError as error:
+            metadata["uncovered"] = str(error).splitlines()
+        kept = not (metadata["violations"] or metadata["problems"] or metadata["uncovered"])
+        # import-linter takes words in square brackets for styles; ours may be extras.
+        warnings = [note.replace("[", "\\[") for note in metadata["notes"]]
+        return ContractCheck(kept=kept, metadata=metadata, warnings=warnings)
+
+    def note(self, text: str) -> None:
+        """Add something that a reader should know and that breaks nothing."""
+        self._notes.append(text)
+
+    def render_broken_contract(self, check: ContractCheck) -> None:
+        """Print what was found; see the base class.
+
+        Args:
+            check: The result.
+        """
+        # Not import-linter's own output, which takes words in square brackets for colours and swallows them.
+        for title, key in (("Misconfigured", "problems"), ("Not covered", "uncovered")):
+            for text in check.metadata[key]:
+                print(f"{title}: {text}")
+        for violation in check.metadata["violations"]:
+            place = f"{violation.file}:{violation.line}: " if violation.line else ""
+            print(f"- {place}{violation.message}")
+            for hop in violation.hops:
+                print(f"    {hop}")
+            if violation.advice:
+                print(f"    {violation.advice}")
+        print()
+
+    def _require_known_options(self) -> None:
+        """Refuse an option that no field reads; import-linter does so from 2.16 on."""
+        known = {name for name in dir(type(self)) if isinstance(getattr(type(self), name), fields.Field)} | _COMMON
+        for option in sorted(set(self.contract_options) - known):
+            near = difflib.get_close_matches(option, sorted(known), n=1)
+            hint = f"; did you mean {near[0]!r}?" if near else f"; it has {', '.join(sorted(known - _COMMON))}"
+            raise MisconfiguredError(f"the contract type {self.rule!r} has no option {option!r}{hint}")
+
+
+def root_packages(session_options: Mapping[str, Any]) -> list[str]:
+    """Return the root packages of a configuration.
+
+    Raises:
+        MisconfiguredError: If it names none.
+    """
+    value = session_options.get("root_packages") or session_options.get("root_package") or []
+    names = [value] if isinstance(value, str) else list(value)
+    names = [name.strip() for name in names if name.strip()]
+    if not names:
+        raise MisconfiguredError("the configuration names no root_package; without one there is nothing to check")
+    return names
+
+
+def read_import_map(
+    graph: ImportGraph, session_options: Mapping[str, Any], *, import_functions: Iterable[str] = ()
+) -> ImportMap:
+    """Put grimp's graph and the files on disk together.
+
+    Args:
+        graph: The graph of the root packages.
+        session_options: The configuration that the graph was made from.
+        import_functions: Further functions that import; see ``find_imports``.
+
+    Raises:
+        MisconfiguredError: If the graph has no external packages, or a root package can't be found.
+    """
+    if str(session_options.get("include_external_packages", "")).strip().lower() != "true":
+        raise MisconfiguredError(
+            "without 'include_external_packages = True' at the top of the configuration no import of another package is "
+            "seen; add that line"
+        )
+    files = [file for root in root_packages(session_options) for file in find_sources(root)[0]]
+    folder = Path(CACHE_FOLDER)
+    return ImportMap(graph, Reader(files, cache_folder=folder, import_functions=import_functions))
+
+
+def select_modules(
+    expressions: Iterable[str], modules: Iterable[str], *, option: str, as_packages: bool = True
+) -> list[str]:
+    """Return the modules that expressions mean.
+
+    Args:
+        expressions: Module names, with ``*`` for one part and ``**`` for one or more.
+        modules: The modules under check.
+        option: Name of the option, for messages.
+        as_packages: Whether a module stands for those below it.
+
+    Raises:
+        MisconfiguredError: If an expression means no module.
+    """
+    modules = sorted(modules)
+    found: set[str] = set()
+    for expression in expressions:
+        hits = {module for module in modules if matches(expression, module)}
+        if as_packages:
+            hits |= {module for module in modules for hit in set(hits) if covers(hit, module)}
+        if not hits:
+            near = difflib.get_close_matches(expression, modules, n=3, cutoff=0.7)
+            hint = f"; did you mean {' or '.join(map(repr, near))}?" if near else ""
+            raise MisconfiguredError(
+                f"{option} names {expression!r}, which no module under check has as its name{hint}"
+            )
+        found |= hits
+    return sorted(found)

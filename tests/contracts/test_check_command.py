@@ -1,0 +1,345 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`nemo-rl-contracts check`: exit codes, formats, configurations, baselines."""
+
+import json
+import re
+import sys
+import urllib.parse
+from textwrap import dedent
+
+import pytest
+
+from tests.contracts.repository import Repository
+
+SESSION = """
+[importlinter]
+root_package = pkg
+include_external_packages = True
+"""
+RULE = """
+[importlinter:contract:rule]
+name = No engine: 100%%, really
+type = import_phase
+source_modules = pkg
+forbidden_modules = vllm
+accept_unknown = vllm
+"""
+COVERAGE = """
+[importlinter:contract:files]
+name = All files
+type = coverage
+"""
+
+
+@pytest.fixture
+def broken(repository: Repository) -> Repository:
+    """A configuration whose rule is broken by a chain of two hops."""
+    repository.package({"a.py": "import pkg.b\n", "b.py": "\nimport vllm\n"})
+    options = RULE.replace("source_modules = pkg", "source_modules = pkg.a")
+    return repository.write({".importlinter": SESSION + options + COVERAGE})
+
+
+def test_kept_is_0(repository: Repository, command) -> None:
+    repository.package({"a.py": "import json\n"}).write({".importlinter": SESSION + RULE + COVERAGE})
+    said = command("check")
+    assert (said.code, said.err) == (0, "")
+    assert "2 of 2 contracts kept." in said.out
+
+
+def test_broken_is_1_and_the_chain_is_printed(broken: Repository, command) -> None:
+    """F12."""
+    said = command("check")
+    assert said.code == 1
+    assert "- pkg/b.py:2: vllm is reached from pkg.a, by pkg.b (eager)" in said.out
+    assert "    pkg.a -> pkg.b (eager)  pkg/a.py:1\n    pkg.b -> vllm (eager)  pkg/b.py:2\n" in said.out
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (("forbidden_modules = vllm\naccept_unknown = vllm", "forbidden_modules = pytst"), "Did you mean"),
+        (("source_modules = pkg", "source_modules = pgk"), "source_modules names 'pgk'"),
+        (("type = import_phase", "type = import_phases"), "did you mean 'import_phase'"),
+        (("accept_unknown", "accept_unknwon"), "accept_unknwon"),
+        (("source_modules = pkg\n", ""), "source_modules: This is a required field"),
+        (("root_package = pkg", "root_package = nowhere"), "nowhere"),
+        (("root_package = pkg", "root_package = os"), "no package with source files"),
+        (("root_package = pkg\n", ""), "root_package"),
+        (("include_external_packages = True", ""), "include_external_packages = True"),
+        (("type = import_phase", "type = layers"), "no contract of the types"),
+    ],
+)
+def test_what_proves_nothing_is_2(change: tuple[str, str], words: str, repository: Repository, command) -> None:
+    repository.package({"a.py": "import json\n"}).write({".importlinter": (SESSION + RULE).replace(*change)})
+    said = command("check")
+    assert said.code == 2
+    assert words in said.out + said.err
+
+
+def test_a_folder_without_a_configuration_is_2(repository: Repository, command) -> None:
+    said = command("check")
+    assert said.code == 2
+    assert "--config" in said.err
+    assert command("check", "--config", "none.ini").code == 2
+
+
+@pytest.mark.parametrize(
+    ("files", "words"),
+    [
+        ({"pkg/c.py": "import = 1\n"}, "pkg/c.py"),
+        ({"pkg/c.py": b"x = '\xe9'\n"}, "c.py"),
+        ({"pkg/sub/c.py": "import vllm\n"}, "pkg/sub/c.py is covered by no contract"),
+    ],
+)
+def test_what_was_not_seen_is_3_also_without_a_coverage_contract(files, words, repository: Repository, command) -> None:
+    """F2: a contract of that type is added where none is configured."""
+    repository.package({"a.py": ""}).write({".importlinter": SESSION + RULE, **files})
+    said = command("check")
+    assert said.code == 3
+    assert words in said.out + said.err
+
+
+def test_a_link_to_nothing_is_3(repository: Repository, command) -> None:
+    repository.package({"a.py": ""}).write({".importlinter": SESSION + RULE})
+    (repository.root / "pkg" / "b.py").symlink_to("nowhere.py")
+    said = command("check")
+    assert said.code == 3
+    assert "b.py" in said.err
+
+
+def test_what_proves_nothing_comes_before_broken_before_not_seen(broken: Repository, command) -> None:
+    broken.write({"pkg/sub/c.py": ""})
+    assert command("check").code == 1
+    text = (broken.root / ".importlinter").read_text()
+    (broken.root / ".importlinter").write_text(text + "exclude = pkg/nothing/*  # gone\n")
+    said = command("check")
+    assert said.code == 2
+    assert "BROKEN" in said.out
+    assert "MISCONFIGURED" in said.out
+
+
+@pytest.mark.parametrize("place", [".importlinter", "setup.cfg", "pyproject.toml", "ci/rules.ini", "ci/rules.toml"])
+def test_every_place_of_a_configuration_is_read(place: str, repository: Repository, command) -> None:
+    toml = """
+    [tool.importlinter]
+    root_packages = ["pkg"]
+    include_external_packages = true
+    exclude_type_checking_imports = true
+
+    [[tool.importlinter.contracts]]
+    name = "rule"
+    type = "import_phase"
+    source_modules = ["pkg"]
+    forbidden_modules = ["vllm"]
+    accept_unknown = ["vllm"]
+    as_packages = true
+    phases = ["lazy"]
+    allow = ["pkg.b -> vllm  # a reason"]
+    """
+    ini = SESSION + RULE + "phases = lazy\nallow =\n    pkg.b -> vllm  # a reason\n"
+    repository.package({"a.py": "def f():\n    import vllm\n", "b.py": "def f():\n    import vllm\n"})
+    repository.write({place: dedent(toml) if place.endswith("toml") else ini})
+    said = command("check", *(["--config", place] if "/" in place else []))
+    assert said.code == 1, said
+    assert "pkg/a.py:2" in said.out
+    assert "pkg/b.py" not in said.out
+
+
+def test_contracts_of_other_types_are_left_to_lint_imports(broken: Repository, command) -> None:
+    other = "[importlinter:contract:x]\nname = x\ntype = layers\nlayers = pkg\n"
+    text = (broken.root / ".importlinter").read_text()
+    (broken.root / ".importlinter").write_text(text + other)
+    assert "1 contracts of other types are for lint-imports." in command("check").out
+
+
+def test_a_type_may_be_registered_under_another_name(repository: Repository, command) -> None:
+    types = "contract_types =\n    my_phase: nemo_rl_contracts.contract_types.ImportPhaseContract\n"
+    repository.package({"a.py": "import vllm\n"})
+    repository.write({".importlinter": SESSION + types + RULE.replace("type = import_phase", "type = my_phase")})
+    assert command("check").code == 1
+
+
+def test_the_src_layout_is_found(repository: Repository, command, monkeypatch) -> None:
+    monkeypatch.setattr(sys, "path", [folder for folder in sys.path if folder != str(repository.root)])
+    repository.package({"a.py": "import vllm\n"}, name="src/pkg").write({".importlinter": SESSION + RULE})
+    (repository.root / "src" / "__init__.py").unlink(missing_ok=True)
+    said = command("check")
+    assert said.code == 1
+    assert "src/pkg/a.py:1" in said.out
+
+
+def test_json_holds_verdicts_and_chains(broken: Repository, command) -> None:
+    said = command("check", "--format", "json")
+    document = json.loads(said.out)
+    assert (document["schema"], document["exit_code"], document["verdict"]) == (1, said.code, "broken")
+    rule, coverage = document["contracts"]
+    assert (rule["type"], rule["verdict"], coverage["verdict"]) == ("import_phase", "broken", "kept")
+    (violation,) = rule["violations"]
+    assert (violation["file"], violation["line"]) == ("pkg/b.py", 2)
+    assert violation["key"] == "pkg.a -> pkg.b -> vllm (eager)"
+    assert [(hop["importer"], hop["imported"], hop["phase"], hop["line"]) for hop in violation["chain"]] == [
+        ("pkg.a", "pkg.b", "eager", 1),
+        ("pkg.b", "vllm", "eager", 2),
+    ]
+
+
+def places(node: object) -> list[dict]:
+    """Every physical location in a SARIF log."""
+    if isinstance(node, list):
+        return [place for part in node for place in places(part)]
+    if isinstance(node, dict):
+        own = [node["physicalLocation"]] if "physicalLocation" in node else []
+        return own + [place for part in node.values() for place in places(part)]
+    return []
+
+
+def test_sarif_has_what_its_schema_requires(broken: Repository, command) -> None:
+    """2.1.0, sections 3.13 to 3.37: required properties, their types, and links between them."""
+    broken.write({"pkg/with space/c d.py": ""})
+    text = (broken.root / ".importlinter").read_text()
+    stale = COVERAGE.replace(":files", ":others") + "exclude = pkg/gone/*  # nothing there\n"
+    (broken.root / ".importlinter").write_text(text + stale)
+    log = json.loads(command("check", "--format", "sarif").out)
+    assert log["version"] == "2.1.0"
+    assert log["$schema"].endswith("sarif-2.1.0.json")
+    (run,) = log["runs"]
+    rules = [rule["id"] for rule in run["tool"]["driver"]["rules"]]
+    assert isinstance(run["tool"]["driver"]["name"], str)
+    assert len(set(rules)) == len(rules)
+    assert len(run["results"]) == 3  # a chain, a file, and an option
+    for result in run["results"]:
+        assert result["message"]["text"]
+        assert result["ruleId"] in rules
+        assert result["level"] in ("none", "note", "warning", "error")
+    for place in places(run["results"]):
+        uri = place["artifactLocation"]["uri"]
+        assert " " not in uri
+        assert (broken.root / urllib.parse.unquote(uri)).is_file()
+        assert place.get("region", {"startLine": 1})["startLine"] >= 1
+    (steps,) = [
+        flow["locations"]
+        for result in run["results"]
+        for code in result.get("codeFlows", ())
+        for flow in code["threadFlows"]
+    ]
+    assert len(steps) == 2
+    prints = [result["partialFingerprints"]["key/v1"] for result in run["results"] if "partialFingerprints" in result]
+    assert len(prints) == len(set(prints)) == 2
+
+
+def test_github_annotations_are_escaped_and_name_file_and_line(broken: Repository, command) -> None:
+    said = command("check", "--format", "github")
+    (line,) = [line for line in said.out.splitlines() if line.startswith("::error")]
+    title = "No engine%3A 100%25%2C really"
+    assert line.startswith(
+        f"::error file=pkg/b.py,line=2,title={title}::vllm is reached from pkg.a, by pkg.b (eager)%0A"
+    )
+    broken.write({"pkg/a:b,c/x.py": ""})
+    said = command("check", "--format", "github")
+    assert "::error file=pkg/a%3Ab%2Cc/x.py,line=1," in said.out
+    assert all(line.startswith("::error ") or line.endswith("contracts kept.") for line in said.out.splitlines())
+
+
+def test_mermaid_draws_each_hop_once(broken: Repository, command) -> None:
+    lines = command("check", "--format", "mermaid").out.splitlines()
+    assert lines[0] == "flowchart LR"
+    names = dict(re.findall(r'(m\d+)\["(.*)"\]', "\n".join(lines)))
+    assert sorted(names.values()) == ["pkg.a", "pkg.b", "vllm"]
+    edges = re.findall(r'(m\d+) -->\|"(.*)"\| (m\d+)', "\n".join(lines))
+    assert [(names[a], label, names[b]) for a, label, b in edges] == [
+        ("pkg.a", "eager, line 1", "pkg.b"),
+        ("pkg.b", "eager, line 2", "vllm"),
+    ]
+
+
+BASELINE = RULE + "baseline = known.json\n"
+NAME = "No engine: 100%, really"
+
+
+def known(repository: Repository) -> list[str]:
+    return json.loads((repository.root / "known.json").read_text())["known"][NAME]
+
+
+@pytest.fixture
+def baselined(repository: Repository) -> Repository:
+    keys = ["pkg.a -> vllm (eager)", "pkg.gone -> vllm (eager)"]
+    repository.package({"a.py": "\n\nimport vllm\n"})
+    return repository.write(
+        {
+            ".importlinter": SESSION + BASELINE,
+            "known.json": json.dumps({"schema": 1, "known": {NAME: keys, "z": ["q"]}}),
+        }
+    )
+
+
+def test_a_stale_entry_of_a_baseline_is_2_until_it_is_taken_out(baselined: Repository, command) -> None:
+    said = command("check")
+    assert said.code == 2
+    assert "'pkg.gone -> vllm (eager)' stands in known.json and is no longer true" in said.out
+    assert command("check", "--shrink-baseline").code == 0
+    assert known(baselined) == ["pkg.a -> vllm (eager)"]
+    assert json.loads((baselined.root / "known.json").read_text())["known"]["z"] == ["q"]
+    said = command("check")
+    assert said.code == 0
+    assert "1 known violations remain in known.json" in said.out
+
+
+def test_a_baseline_never_grows(baselined: Repository, command) -> None:
+    baselined.package({"b.py": "import vllm\n"})
+    for _ in range(2):
+        said = command("check", "--shrink-baseline")
+        assert said.code == 1
+        assert "pkg.b" in said.out
+        assert known(baselined) == ["pkg.a -> vllm (eager)"]
+
+
+def test_a_known_import_that_moves_earlier_is_new(baselined: Repository, command) -> None:
+    """Lazy before, eager now: another line of the list."""
+    baselined.package({"a.py": "if x:\n    import vllm\n"})
+    command("check", "--shrink-baseline")
+    assert known(baselined) == []
+    assert command("check").code == 1
+
+
+def test_a_contract_that_cannot_judge_takes_nothing_out(baselined: Repository, command) -> None:
+    text = (baselined.root / ".importlinter").read_text()
+    (baselined.root / ".importlinter").write_text(text.replace("source_modules = pkg", "source_modules = pgk"))
+    assert command("check", "--shrink-baseline").code == 2
+    assert len(known(baselined)) == 2
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "[]",
+        "{",
+        '{"schema": 2, "known": {}}',
+        '{"schema": 1}',
+        '{"schema": 1, "known": {"a": "b"}}',
+        '{"schema": 1, "known": {}}',
+    ],
+)
+def test_a_baseline_that_is_none_is_2(text: str, baselined: Repository, command) -> None:
+    (baselined.root / "known.json").write_text(text)
+    for options in ([], ["--shrink-baseline"]):
+        said = command("check", *options)
+        assert said.code == 2
+        assert "known.json" in said.out + said.err
+    assert (baselined.root / "known.json").read_text() == text
+
+
+def test_without_a_baseline_there_is_none_to_shrink(repository: Repository, command) -> None:
+    repository.package({"a.py": ""}).write({".importlinter": SESSION + RULE})
+    said = command("check", "--shrink-baseline")
+    assert said.code == 2
+    assert "no contract has a baseline" in said.err
+
+
+def test_the_module_runs_as_a_program_and_without_a_cache(broken: Repository) -> None:
+    done = broken.run("-m", "nemo_rl_contracts", "check", "--no-cache")
+    assert done.returncode == 1, done.stderr
+    assert "pkg/b.py:2" in done.stdout
+    done = broken.run("-m", "nemo_rl_contracts", "check", "--format", "yaml")
+    assert done.returncode == 2
+    assert not (broken.root / ".import_linter_cache").exists()

@@ -1,0 +1,205 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`nemo-rl-contracts report` and `init`: a repository that has no contracts yet."""
+
+import json
+import sys
+
+import pytest
+
+from tests.contracts.repository import Repository
+
+
+@pytest.fixture
+def mixed(repository: Repository) -> Repository:
+    """One import of each phase, and one by which the package itself loads it."""
+    return repository.package(
+        {
+            "__init__.py": "from pkg import eager\n",
+            "eager.py": "import pytest\n",
+            "conditional.py": "if x:\n    import pytest\n",
+            "lazy.py": "def f():\n    import pytest\n",
+            "typing_only.py": "import typing\nif typing.TYPE_CHECKING:\n    import pytest\n",
+            "by_name.py": "def f():\n    __import__('pytest')\n",
+        }
+    )
+
+
+def test_chains_are_counted_by_phase(mixed: Repository, command) -> None:
+    said = command("report", "pkg", "--forbid", "pytest")
+    assert said.code == 0
+    counts = "5 chains; 2 run at import time (1 of them under a condition), 2 are lazy, 1 are for type checkers only"
+    assert f"pytest: {counts}" in said.out
+    assert "importing pkg is enough:\n        pkg -> pkg.eager (eager)  pkg/__init__.py:1\n" in said.out
+    assert "pkg/lazy.py:2  pkg.lazy imports pytest\n" in said.out
+    assert "pkg.by_name imports pytest, by a string" in said.out
+
+
+def test_json_and_mermaid_say_the_same(mixed: Repository, command) -> None:
+    document = json.loads(command("report", "pkg", "--forbid", "pytest", "--format", "json").out)
+    (name,) = document["names"]
+    assert document["modules"] == 6
+    assert name["importing_the_package_loads_it"]
+    assert sum(name["modules_by_phase"].values()) == 6  # the initialiser runs for each of them
+    assert set(name["modules_by_phase"]) == {"eager"}
+    assert sorted(chain["phase"] for chain in name["chains"]) == ["conditional", "eager", "lazy", "lazy", "typing"]
+    assert command("report", "pkg", "--forbid", "pytest", "--format", "mermaid").out.startswith("flowchart LR\n")
+
+
+def test_a_chain_from_the_top_names_the_earliest_phase_of_each_module(repository: Repository, command) -> None:
+    repository.package(
+        {"a.py": "import pytest\n", "b.py": "def f():\n    import pkg.a\n", "c.py": "import pkg.b\n", "d.py": ""}
+    )
+    said = command("report", "pkg", "--forbid", "pytest")
+    assert "1 of 5 modules load it when they are imported" in said.out
+    assert "2 of 5 modules load it when some function is called" in said.out
+    assert "importing pkg alone does not load it" in said.out
+
+
+@pytest.mark.parametrize("target", [".", "src", "src/lib", "./src/lib/"])
+def test_a_path_may_be_the_package_its_source_folder_or_the_project(target, repository, command) -> None:
+    repository.package({"a.py": "import pytest\n"}, name="src/lib").package({"t.py": ""}, name="tests")
+    (repository.root / "src" / "__init__.py").unlink(missing_ok=True)
+    said = command("report", target, "--forbid", "pytest")
+    assert said.code == 0, said.err
+    assert said.out.startswith("lib: 2 modules")
+    assert "lib/a.py:1" in said.out
+
+
+def test_an_installed_package_is_reported_on_by_its_name(repository: Repository, command) -> None:
+    said = command("report", "packaging", "--forbid", "pytest", "--forbid", "json")
+    assert said.code == 0
+    assert "pytest: 0 chains" in said.out
+
+
+def test_a_single_file_is_reported_on(repository: Repository, command) -> None:
+    repository.write({"tool_x.py": "import pytest.x\n\n\ndef f():\n    __import__('rich')\n"})
+    said = command("report", "tool_x.py", "--forbid", "pytest", "--forbid", "rich")
+    assert said.code == 0, said.err
+    assert "importing tool_x is enough" in said.out
+    assert "tool_x.py:5  tool_x imports rich, by a string" in said.out
+    repository.write({"tool_y.py": "import = 1\n"})
+    assert command("report", "tool_y.py", "--forbid", "pytest").code == 3
+
+
+@pytest.mark.parametrize(
+    ("target", "name", "words"),
+    [
+        (".", "pytest", "found one, two. Name the one you mean"),
+        ("one/sub", "pytest", "is a part of the package"),
+        ("one/sub/x.py", "pytest", "is a part of the package"),
+        ("one/notes.txt", "pytest", "is no Python file"),
+        ("with-dash", "pytest", "can't be written in an import"),
+        ("empty", "pytest", "found none"),
+        ("nobody_has_this", "pytest", "there is no package 'nobody_has_this'"),
+        ("no/such/folder", "pytest", "neither a folder nor the name"),
+        ("one", "pytst", "Did you mean 'pytest'"),
+        ("one", "one", "that the rest of it could be kept from"),
+        ("one", "one.sub.y", "that the rest of it could be kept from"),
+        ("sys", "pytest", "sys"),
+    ],
+)
+def test_a_target_or_a_name_that_means_nothing_is_2(target, name, words, repository: Repository, command) -> None:
+    """F8."""
+    repository.package({"sub/x.py": "", "notes.txt": ""}, name="one").package({}, name="two")
+    repository.package({"a.py": ""}, name="with-dash")
+    (repository.root / "empty").mkdir()
+    if target != ".":
+        said = command("report", target, "--forbid", name)
+    else:
+        (repository.root / "with-dash" / "__init__.py").unlink()
+        said = command("report", target, "--forbid", name)
+    assert (said.code, said.out) == (2, "")
+    assert words in said.err
+
+
+def test_a_name_that_only_a_string_imports_is_known(repository: Repository, command) -> None:
+    repository.package({"a.py": "__import__('engine_nobody_has.core')\n"})
+    assert "1 chains" in command("report", "pkg", "--forbid", "engine_nobody_has").out
+
+
+def test_files_that_are_not_seen_are_3(mixed: Repository, command) -> None:
+    mixed.write({"pkg/sub/x.py": "import pytest\n"})
+    said = command("report", "pkg", "--forbid", "pytest")
+    assert said.code == 3
+    assert "Not covered: 1 files\n    pkg/sub/x.py: the folder 'sub' has no __init__.py" in said.out
+
+
+def test_a_baseline_of_a_report_holds_what_runs_at_import_and_may_only_shrink(mixed: Repository, command) -> None:
+    rule = ("report", "pkg", "--forbid", "pytest")
+    file = mixed.root / "known.json"
+    assert command(*rule, "--baseline", "known.json").code == 2
+    assert command(*rule, "--write-baseline", "known.json").code == 0
+    first = file.read_text()
+    assert json.loads(first)["known"] == {
+        "pkg: pytest": ["pkg.conditional -> pytest (conditional)", "pkg.eager -> pytest (eager)"]
+    }
+    assert command(*rule, "--write-baseline", "known.json").code == 2
+    assert command(*rule, "--baseline", "known.json").code == 0
+    mixed.package({"new.py": "\nimport pytest\n", "conditional.py": "def f():\n    import pytest\n"})
+    assert command(*rule, "--baseline", "known.json").code == 2
+    assert command(*rule, "--shrink-baseline", "known.json").code == 0
+    assert json.loads(file.read_text())["known"] == {"pkg: pytest": ["pkg.eager -> pytest (eager)"]}
+    said = command(*rule, "--baseline", "known.json")
+    assert said.code == 1
+    assert "new: pkg/new.py:2: pkg.new imports pytest" in said.err
+    assert command("report", "pkg", "--forbid", "json", "--baseline", "known.json").code == 2
+
+
+@pytest.mark.parametrize("baseline", [True, False])
+def test_what_init_writes_passes_a_check_and_lint_imports_reads_it(baseline, mixed: Repository, command) -> None:
+    forbidden = "pytest" if baseline else "rich"
+    said = command("init", "pkg", "--forbid", forbidden)
+    assert said.code == 0, said.err
+    assert (mixed.root / "import-baseline.json").exists() is baseline
+    assert command("check").code == 0
+    done = mixed.run("-c", "import sys; from importlinter.cli import lint_imports_command as c; sys.exit(c())")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "2 kept, 0 broken" in done.stdout
+    mixed.package({"new.py": f"import {forbidden}\n"})
+    assert command("check").code == 1
+
+
+def test_init_overwrites_nothing(mixed: Repository, command) -> None:
+    for name in (".importlinter", "import-baseline.json"):
+        (mixed.root / name).write_text("mine")
+        said = command("init", "pkg", "--forbid", "pytest")
+        assert said.code == 2
+        assert f"{name} is there already" in said.err
+        assert (mixed.root / name).read_text() == "mine"
+        (mixed.root / name).unlink()
+    assert command("init", "pkg", "--forbid", "pytst").code == 2
+    assert not (mixed.root / ".importlinter").exists()
+
+
+def test_init_takes_names_that_are_imported_and_known_nowhere(repository: Repository, command) -> None:
+    """The names of one rule may depend on each other, and need not be installed here."""
+    repository.package({"engine.py": "import engine_nobody_has\n", "a.py": "import pkg.engine\n"})
+    assert command("init", "pkg", "--forbid", "engine_nobody_has", "--forbid", "pkg.engine").code == 0
+    said = command("check")
+    assert said.code == 0, said.out
+
+
+def test_init_refuses_a_package_that_a_check_would_not_find(repository: Repository, command) -> None:
+    repository.package({"a.py": ""}, name="python/lib")
+    (repository.root / "python" / "__init__.py").unlink(missing_ok=True)
+    said = command("init", "python/lib", "--forbid", "pytest")
+    assert said.code == 2
+    assert "install the package" in said.err
+    assert not (repository.root / ".importlinter").exists()
+
+
+def test_init_works_in_the_src_layout(repository: Repository, command, monkeypatch) -> None:
+    monkeypatch.setattr(sys, "path", [folder for folder in sys.path if folder != str(repository.root)])
+    repository.package({"a.py": "import pytest\n"}, name="src/lib")
+    (repository.root / "src" / "__init__.py").unlink(missing_ok=True)
+    assert command("init", ".", "--forbid", "pytest", "--config", "rules.ini", "--baseline", "b.json").code == 0
+    said = command("check", "--config", "rules.ini")
+    assert said.code == 0, said.out
+
+
+def test_init_tells_of_files_that_are_not_seen(mixed: Repository, command) -> None:
+    mixed.write({"pkg/sub/x.py": ""})
+    said = command("init", "pkg", "--forbid", "pytest")
+    assert said.code == 3
+    assert "not covered: pkg/sub/x.py" in said.out
+    assert command("check").code == 3
