@@ -25,9 +25,9 @@ from tests.docs.pages import ROOT, Block, all_blocks, blocks, pages
 pytestmark = pytest.mark.timeout(600)
 
 COMMAND_TIMEOUT_S = 400
-LANGUAGES = {"", "bash", "python", "yaml", "text", "toml", "json"}
+LANGUAGES = {"", "bash", "python", "yaml", "text", "toml", "json", "ini", "mermaid"}
 #: What a bash block may hold when it is run.
-ALLOWED = ("nemo-rl ", "python ", "lint-imports", ".ci/check lint")
+ALLOWED = ("nemo-rl ", "nemo-rl-contracts ", "python ", "lint-imports", ".ci/check lint", "rm .importlinter")
 #: The one page that trains; a run takes half a minute.
 TRAINS = "README.md"
 SHORT = "grpo.max_num_steps=2"
@@ -52,8 +52,11 @@ def working_pages() -> list[str]:
 
 
 def make_workshop(folder: Path) -> Path:
-    for name in ("examples", ".ci", ".importlinter"):
+    for name in ("examples", ".ci", ".importlinter", "uv.lock"):
         (folder / name).symlink_to(ROOT / name)
+    for project in ("nemo_rl_core", "nemo_rl_vllm", "contracts"):  # contracts compare imports with their metadata
+        (folder / project).mkdir()
+        (folder / project / "pyproject.toml").symlink_to(ROOT / project / "pyproject.toml")
     shutil.copy(ROOT / "examples/grpo_tiny.yaml", folder / "run.yaml")
     return folder
 

@@ -21,6 +21,7 @@ FOLDER = Path(__file__).parent
 _COPIED = (
     ".gitignore",
     ".importlinter",
+    ".pre-commit-hooks.yaml",
     "README.md",
     "pyproject.toml",
     "uv.lock",

@@ -10,13 +10,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-import grimp
 import pytest
 
 import nemo_rl_contracts
 import nemo_rl_core
 import nemo_rl_vllm
 from nemo_rl_core.guard import FORBIDDEN_ROOTS
+from tests.packaging.test_lock import FORBIDDEN_DISTRIBUTIONS
 
 ROOT = Path(nemo_rl_core.__file__).parents[3]
 PACKAGES = (nemo_rl_core, nemo_rl_vllm, nemo_rl_contracts)
@@ -47,20 +47,28 @@ class Verdict:
         return [line.partition(" BROKEN")[0] for line in self.text.splitlines() if " BROKEN" in line]
 
 
+#: Folder of the sources of each package.
+SOURCES = {Path(package.__file__).parent.name: Path(package.__file__).parents[1] for package in PACKAGES}
+
+
 @pytest.fixture
 def tree(tmp_path: Path) -> Path:
-    """A copy of the three source trees and of the contracts."""
-    for package in PACKAGES:
-        source = Path(package.__file__).parent
-        shutil.copytree(source, tmp_path / source.name, ignore=shutil.ignore_patterns("__pycache__"))
-    shutil.copy(ROOT / ".importlinter", tmp_path)
+    """A copy of the workspace as far as the contracts read it."""
+    ignored = shutil.ignore_patterns("__pycache__")
+    for source in SOURCES.values():
+        project = source.parent
+        shutil.copytree(source, tmp_path / source.relative_to(ROOT), ignore=ignored)
+        shutil.copy(project / "pyproject.toml", tmp_path / project.relative_to(ROOT))
+    for name in (".importlinter", "uv.lock"):
+        shutil.copy(ROOT / name, tmp_path)
     return tmp_path
 
 
 def lint(tree: Path, *contracts: str) -> Verdict:
     """Run the linter of this environment on a copy; PYTHONPATH puts the copy before the installed packages."""
+    paths = [str(tree / source.relative_to(ROOT)) for source in SOURCES.values()]
     # Without a terminal width rich folds long module names.
-    env = {**os.environ, "PYTHONPATH": str(tree), "COLUMNS": "400"}
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "COLUMNS": "400"}
     only = [argument for contract in contracts for argument in ("--contract", contract)]
     code = "import sys; from importlinter.cli import lint_imports_command; sys.exit(lint_imports_command())"
     done = subprocess.run(
@@ -76,8 +84,10 @@ def lint(tree: Path, *contracts: str) -> Verdict:
 
 
 def seed(tree: Path, files: Mapping[str, str]) -> None:
+    """Add text to files; a path begins with the name of a package, or is one of the workspace."""
     for name, text in files.items():
-        path = tree / name
+        source = SOURCES.get(Path(name).parts[0]) if name.endswith(".py") else None
+        path = (tree / source.relative_to(ROOT) if source else tree) / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text((path.read_text() if path.exists() else "") + text)
 
@@ -100,9 +110,8 @@ def test_the_engine_and_the_adapter_are_found_in_every_subpackage(tree: Path, fo
     assert verdict.returncode == 1
     assert len(verdict.broken) == 1
     line = next(number for number, text in enumerate(FORMS[form].splitlines(), 1) if "{name}" in text)
-    missing = [part for part in SUBPACKAGES if f"nemo_rl_core.{part}.seeded" not in verdict.text]
-    assert missing == [], verdict.text
-    assert f"(l.{line})" in verdict.text
+    places = [f"nemo_rl_core/src/nemo_rl_core/{part}/seeded.py:{line}: " for part in SUBPACKAGES]
+    assert [place for place in places if place not in verdict.text] == [], verdict.text
 
 
 def test_an_import_for_typing_alone_is_kept(tree: Path) -> None:
@@ -140,6 +149,41 @@ OFFENCES: dict[str, tuple[str, dict[str, str], str]] = {
         "engine",
         {"nemo_rl_core/data/seeded.py": "import xgrammar\n", "nemo_rl_core/rollout/__init__.py": "import flashinfer\n"},
         "nemo_rl_core.data.seeded -> xgrammar",
+    ),
+    "the engine is given to a function that imports": (
+        "engine",
+        {"nemo_rl_core/data/seeded.py": "import importlib\n\ndef f():\n    importlib.import_module('vllm.config')\n"},
+        "nemo_rl_core.data.seeded -> vllm.config (lazy, by a function)",
+    ),
+    "the adapter is named to a function that imports": (
+        "engine-by-name",
+        {"nemo_rl_core/data/seeded.py": "import pkgutil\nX = pkgutil.resolve_name('nemo_rl_vllm.plugin:BACKEND')\n"},
+        "nemo_rl_core.data.seeded imports nemo_rl_vllm.plugin by a string",
+    ),
+    "a folder that no linter looks into": (
+        "coverage",
+        {"nemo_rl_core/hidden/seeded.py": "import vllm\n"},
+        "hidden/seeded.py is covered by no contract",
+    ),
+    "core imports what it does not ask for": (
+        "core-declares",
+        {"nemo_rl_core/data/seeded.py": "import pandas\n"},
+        "which the distribution 'nemo-rl-core' does not ask for",
+    ),
+    "core imports at its base what an extra brings": (
+        "core-declares",
+        {"nemo_rl_core/data/seeded.py": "def f():\n    import pynvml\n"},
+        "which only the extra 'fsdp' brings",
+    ),
+    "the adapter imports what it does not ask for": (
+        "adapter-declares",
+        {"nemo_rl_vllm/seeded.py": "import torch\n"},
+        "which the distribution 'nemo-rl-vllm' does not ask for",
+    ),
+    "the contracts package imports what it does not ask for": (
+        "contracts-declares",
+        {"nemo_rl_contracts/seeded.py": "import yaml\n"},
+        "which the distribution 'nemo-rl-contracts' does not ask for",
     ),
     "the light plugin module reaches torch through another": (
         "adapter-light",
@@ -216,26 +260,52 @@ def test_each_contract_turns_red_and_names_the_offender(tree: Path, offence: str
     assert words in verdict.text
 
 
-def test_every_file_on_disk_is_in_the_graph_that_the_contracts_see() -> None:
-    """F2, U7: a folder without `__init__.py` would be left out in silence."""
-    graph = grimp.build_graph(*(package.__name__ for package in PACKAGES), cache_dir=None)
-    for package in PACKAGES:
-        folder = Path(package.__file__).parent
-        files = {path.relative_to(folder.parent).with_suffix("") for path in folder.rglob("*.py")}
-        on_disk = {".".join(path.parts).removesuffix(".__init__") for path in files}
-        assert on_disk - graph.modules == set()
+def test_an_engine_in_the_lock_of_the_train_side_is_named_with_its_chain(tree: Path) -> None:
+    """F54, F58: no source file says it; a dependency of a dependency does."""
+    lock = tree / "uv.lock"
+    package = '[[package]]\nname = "rich"\n'
+    assert lock.read_text().count(package) == 1
+    before, _, after = lock.read_text().partition(package)
+    head, dependencies, tail = after.partition("dependencies = [\n")
+    lock.write_text(f'{before}{package}{head}{dependencies}    {{ name = "xgrammar" }},\n{tail}')
+    verdict = lint(tree, "engine-in-the-lock")
+    assert verdict.returncode == 1
+    assert "nemo-rl-core -> rich" in verdict.text
+    assert "-> xgrammar" in verdict.text
 
 
 def test_every_contract_has_an_offence_that_turns_it_red() -> None:
     """A contract that is added without one would be a promise that nobody has seen fail."""
     contracts = {name.rpartition(":")[2] for name in _sections() if name.startswith("importlinter:contract:")}
-    assert contracts == {contract for contract, _, _ in OFFENCES.values()}
+    # The offence against the lock is no file of source; its test stands by itself.
+    assert contracts == {contract for contract, _, _ in OFFENCES.values()} | {"engine-in-the-lock"}
+
+
+def test_every_exception_has_its_reason_beside_it() -> None:
+    """An exception without a reason outlives whoever made it."""
+    lines = (ROOT / ".importlinter").read_text().splitlines()
+    found = 0
+    for number, line in enumerate(lines):
+        option = line.partition("=")[0].strip()
+        if option in ("ignore_imports", "unmatched_ignore_imports_alerting", "accept_unknown"):
+            assert lines[number - 1].startswith("# "), f"line {number + 1}: {line}"
+            found += 1
+        # `allow` and `exclude` refuse an entry without one; see tests/contracts.
+    assert found > 4
 
 
 def test_the_forbid_list_is_the_guards_table() -> None:
     """One meaning, one place: the static and the run-time rule forbid the same roots."""
-    listed = set(_sections()["importlinter:contract:engine"]["forbidden_modules"].split())
-    assert listed - {"nemo_rl_vllm"} == FORBIDDEN_ROOTS["train"] == FORBIDDEN_ROOTS["driver"]
+    for contract in ("engine", "engine-by-name"):
+        listed = set(_sections()[f"importlinter:contract:{contract}"]["forbidden_modules"].split())
+        assert listed - {"nemo_rl_vllm"} == FORBIDDEN_ROOTS["train"] == FORBIDDEN_ROOTS["driver"]
+        assert FORBIDDEN_ROOTS["rollout"] == FORBIDDEN_ROOTS["train"]
+
+
+def test_the_forbidden_distributions_are_those_of_the_guards_table() -> None:
+    """The lock speaks of distributions, the guard of import names; both mean the same."""
+    listed = set(_sections()["importlinter:contract:engine-in-the-lock"]["forbidden_distributions"].split())
+    assert listed == FORBIDDEN_DISTRIBUTIONS | {"nemo-rl-vllm", "nemo-rl-contracts"}
 
 
 def _sections() -> configparser.ConfigParser:

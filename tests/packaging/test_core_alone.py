@@ -2,8 +2,10 @@
 """Core's wheel in a fresh environment without any engine: it imports, answers, refits and trains."""
 
 import json
+from pathlib import Path
 
 import pytest
+from packaging.utils import canonicalize_name
 
 from tests.packaging import proof
 from tests.packaging.test_lock import FORBIDDEN_DISTRIBUTIONS
@@ -25,6 +27,20 @@ def test_nothing_of_an_engine_and_nothing_of_the_adapter_is_installed(core_alone
     assert not set(installed) & {*FORBIDDEN_DISTRIBUTIONS, "nemo-rl-vllm", "nemo-rl-contracts"}
     assert found == []
     assert not [entry for entry in path if "nemo_rl_core/src" in entry], path
+
+
+def test_all_extras_but_the_forwarding_one_install_beside_core_without_an_engine(
+    core_alone: Venv, wheels: dict[str, Wheel], locked_versions: Path, tmp_path: Path
+) -> None:
+    """F58: the extras are those of the wheel's metadata, so one that is added is installed here too."""
+    core = wheels["nemo_rl_core"]
+    extras = sorted(set(core.metadata.get_all("Provides-Extra")) - {"vllm"})
+    assert "fsdp" in extras
+    venv = core_alone.clone(tmp_path)
+    venv.install("--constraint", str(locked_versions), f"nemo-rl-core[{','.join(extras)}] @ {core.path.as_uri()}")
+    installed = {canonicalize_name(path.name.partition("-")[0]) for path in venv.site_packages.glob("*.dist-info")}
+    assert {"nemo-rl-core", "nvidia-ml-py", "torch"} <= installed
+    assert not installed & {*FORBIDDEN_DISTRIBUTIONS, "nemo-rl-vllm", "nemo-rl-contracts"}
 
 
 @pytest.mark.parametrize("role", [None, "train"])

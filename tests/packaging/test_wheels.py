@@ -146,11 +146,30 @@ def test_the_adapter_beside_core_is_available_though_there_is_no_engine(
     assert states == {"torch": ("available", "nemo-rl-core"), "vllm": ("available", "nemo-rl-vllm")}
 
 
-def test_the_contracts_package_imports_in_an_environment_of_its_own(wheels: dict[str, Wheel], tmp_path: Path) -> None:
+def test_the_adapter_requires_core_and_what_core_requires_unless_its_engine_is_asked_for(
+    wheels: dict[str, Wheel],
+) -> None:
+    """F54: nothing that has to be built, so a site without the engine's tools installs it all the same."""
+    core, adapter = wheels["nemo_rl_core"], wheels["nemo_rl_vllm"]
+    hard = {canonicalize_name(r.name) for r in requirements(adapter) if extra_of(r, adapter) is None}
+    of_core = {canonicalize_name(r.name) for r in requirements(core) if extra_of(r, core) is None}
+    assert "nemo-rl-core" in hard
+    assert hard - {"nemo-rl-core"} <= of_core
+
+
+@pytest.fixture(scope="module")
+def contracts_alone(wheels: dict[str, Wheel], tmp_path_factory: pytest.TempPathFactory) -> Venv:
+    """A fresh environment with nothing but the wheel of the contracts package and what it requires."""
+    venv = Venv.create(tmp_path_factory.mktemp("contracts_alone"))
+    venv.install(str(wheels["nemo_rl_contracts"].path))
+    return venv
+
+
+def test_the_contracts_package_imports_in_an_environment_of_its_own(
+    wheels: dict[str, Wheel], contracts_alone: Venv
+) -> None:
     """Other projects use it in CI, without torch, ray or core."""
-    venv = Venv.create(tmp_path)
     wheel = wheels["nemo_rl_contracts"]
-    venv.install(str(wheel.path))
     modules = sorted(
         name[:-3].replace("/", ".").removesuffix(".__init__") for name in wheel.files if name.endswith(".py")
     )
@@ -158,6 +177,18 @@ def test_the_contracts_package_imports_in_an_environment_of_its_own(wheels: dict
         f"import importlib, importlib.util\nfor name in {modules!r}:\n    importlib.import_module(name)\n"
         "print([n for n in ('torch', 'ray', 'nemo_rl_core') if importlib.util.find_spec(n)])"
     )
-    done = venv.run("python", "-c", code)
+    done = contracts_alone.run("python", "-c", code)
     assert done.returncode == 0, words(done)
     assert done.stdout.strip() == "[]"
+
+
+def test_the_contracts_package_brings_at_most_20_megabytes(contracts_alone: Venv) -> None:
+    """F54: it is installed in other people's CI; a size, not a time."""
+    sizes = {
+        entry.name: sum(path.stat().st_size for path in ([entry] if entry.is_file() else entry.rglob("*")))
+        for entry in contracts_alone.site_packages.iterdir()
+    }
+    total = sum(sizes.values())
+    print(f"installed: {total / 1e6:.1f} MB in {len(sizes)} entries")
+    assert {"nemo_rl_contracts", "grimp", "importlinter"} <= set(sizes)
+    assert 0 < total <= 20e6, sorted(sizes.items(), key=lambda item: -item[1])[:5]

@@ -5,6 +5,8 @@ import json
 import os
 import subprocess
 import sys
+import sysconfig
+import venv
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +17,7 @@ import pytest
 import nemo_rl_core
 
 SOURCE = Path(nemo_rl_core.__file__).parents[1]
+PTH = SOURCE.parent / "nemo_rl_core_guard.pth"
 
 ENGINE = {
     "vllm/__init__.py": 'import os\nos.environ["ENGINE_LOADED"] = "1"\nclass LLM:\n    pass\n',
@@ -101,3 +104,15 @@ def sandbox(tmp_path: Path) -> Sandbox:
     box.write(ENGINE, under=tmp_path / "engine")
     box.write(LIBRARIES, under=box.site)
     return box
+
+
+@pytest.fixture
+def installed(sandbox: Sandbox) -> str:
+    """An interpreter in whose site-packages core and its .pth lie, as after `pip install` without dependencies."""
+    folder = sandbox.root / "venv"
+    venv.create(folder, symlinks=True, with_pip=False)
+    paths = {"base": str(folder), "platbase": str(folder)}
+    site = Path(sysconfig.get_path("purelib", "venv", vars=paths))
+    (site / PTH.name).write_bytes(PTH.read_bytes())
+    (site / "nemo_rl_core").symlink_to(SOURCE / "nemo_rl_core")
+    return str(folder / "bin" / "python")

@@ -183,3 +183,46 @@ if pid == 0:
 answer(["ENGINE_LOADED" in os.environ, os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])])
 """
     assert sandbox.run(code).answer == [False, 0]
+
+
+def test_the_metadata_of_an_engine_that_is_installed_is_told_as_it_is(sandbox: Sandbox) -> None:
+    """F19: what is installed is a question of its own; only what can be imported is answered by the guard."""
+    sandbox.write(
+        {
+            "vllm-9.9.dist-info/METADATA": "Metadata-Version: 2.1\nName: vllm\nVersion: 9.9\nRequires-Dist: torch\n",
+            "vllm-9.9.dist-info/RECORD": "vllm/__init__.py,,\n",
+            "vllm-9.9.dist-info/entry_points.txt": "[engines]\nvllm = vllm:LLM\n",
+        },
+        under=sandbox.root / "engine",
+    )
+    code = f"""
+import importlib.metadata, importlib.util, importlib_metadata
+{ARM}
+told = []
+for metadata in (importlib.metadata, importlib_metadata):
+    (entry,) = metadata.entry_points(group="engines")
+    told.append([metadata.version("vllm"), metadata.requires("vllm"), metadata.packages_distributions()["vllm"],
+                 entry.value, entry.dist.name])
+answer([told[0] == told[1], told[0], importlib.util.find_spec("vllm"), len(guard.ledger().violations)])
+"""
+    told = ["9.9", ["torch"], ["vllm"], "vllm:LLM", "vllm"]
+    assert sandbox.run(code).answer == [True, told, None, 0]
+
+
+def test_the_guards_answer_ends_one_question_and_no_other(sandbox: Sandbox) -> None:
+    """A finder that asks about the engine while it is asked about something else gets both answers right."""
+    code = f"""
+import importlib.util
+class Curious:
+    def find_spec(self, name, path=None, target=None):
+        if name == "innocent":
+            found.append(importlib.util.find_spec("vllm"))
+            found.extend(finder.find_spec("vllm") for finder in list(sys.meta_path) if isinstance(finder, guard_type))
+found = []
+{ARM}
+guard_type = type(sys.meta_path[0])
+sys.meta_path.insert(0, Curious())
+import innocent
+answer([innocent.VALUE, found])
+"""
+    assert sandbox.run(code).answer == [1, [None, None]]

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A real local Ray: the job-level hook arms the workers of plain tasks, which no worker shell of ours starts."""
+"""A real local Ray: the job's hook arms the workers of plain tasks and actors, which no worker shell of ours starts."""
 
 from nemo_rl_core import guard
 from nemo_rl_core.guard.hooks import RAY_HOOK
 from tests.core.guard.conftest import Sandbox
 
 
-def test_a_plain_task_is_armed_by_the_jobs_hook(sandbox: Sandbox) -> None:
-    """F57: as a string, set for the job; the task's own import is refused, and the error reaches the driver whole."""
+def test_plain_tasks_and_actors_are_armed_by_the_jobs_hook(sandbox: Sandbox) -> None:
+    """F57: as a string, set for the job; what a task or an actor imports is refused, and the driver is told in full."""
     code = f"""
 import ray
 from nemo_rl_core import guard
@@ -21,28 +21,55 @@ ray.init(
     }},
 )
 
+def look():
+    import pickle
+    from nemo_rl_core import guard
+    swallowed = 0
+    for load in (lambda: __import__("vllm.config"), lambda: pickle.loads(b"cvllm\\nLLM\\n.")):
+        try:
+            load()
+        except ImportError:
+            swallowed += 1
+    ledger = guard.ledger()
+    return guard.is_armed(), guard.current_policy().role, swallowed, len(ledger.violations) > 0, "vllm" in sys.modules
+
 @ray.remote
 def peek():
-    from nemo_rl_core import guard
-    swallowed = False
-    try:
-        import vllm
-    except ImportError:
-        swallowed = True
-    return guard.is_armed(), guard.current_policy().role, swallowed, guard.ledger().as_dicts()
+    return look()
 
 @ray.remote
 def careless():
     import vllm
 
-armed, role, swallowed, entries = ray.get(peek.remote(), timeout=60)
-try:
-    ray.get(careless.remote(), timeout=60)
-    error = None
-except guard.ForbiddenImportError as caught:
-    error = caught
+@ray.remote
+class Actor:
+    def peek(self):
+        return look()
+
+    def careless(self):
+        import vllm
+
+@ray.remote
+class Stillborn:
+    def __init__(self):
+        import vllm
+
+    def method(self):
+        return 1
+
+def failure(reference):
+    try:
+        return ray.get(reference, timeout=60)
+    except Exception as error:
+        return [isinstance(error, guard.ForbiddenImportError), "a train process must not import 'vllm'" in str(error)]
+
+actor, stillborn = Actor.remote(), Stillborn.options(num_cpus=0).remote()
+found = [ray.get(actor.peek.remote(), timeout=60), failure(actor.careless.remote()), failure(stillborn.method.remote())]
+ray.kill(actor)
+found += [ray.get(peek.remote(), timeout=60), failure(careless.remote())]
 ray.shutdown()
-answer([armed, role, swallowed, [entry["role"] for entry in entries["violations"]], "must not import" in str(error)])
+answer(found)
 """
     env = {"RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
-    assert sandbox.run(code, env=env).answer == [True, "train", True, ["train"], True]
+    seen, refused, told = [True, "train", 2, True, False], [True, True], [False, True]
+    assert sandbox.run(code, env=env).answer == [seen, refused, told, seen, refused]

@@ -25,7 +25,14 @@ WAYS = {
     "unpickling in Python": "import io, pickle; pickle._Unpickler(io.BytesIO(b'cvllm\\nLLM\\n.')).load()",
     "run_module": "import runpy; runpy.run_module('vllm')",
     "run_module of a submodule": "import runpy; runpy.run_module('vllm.config')",
+    "run_path": "import runpy; runpy.run_path(os.path.join('user', 'helper.py'))",
     "through a user's module": "import helper",
+    "reload of a user's module": "import importlib, later; os.environ['LATER'] = '1'; importlib.reload(later)",
+    "attribute of a lazy module": "import facade; facade.LLM",
+    "a class that came by cloudpickle": "from ray import cloudpickle; cloudpickle.loads(b'cvllm\\nLLM\\n.')",
+    "a function that came by cloudpickle": (
+        "from ray import cloudpickle; cloudpickle.loads(cloudpickle.dumps(lambda: __import__('vllm')))()"
+    ),
     "thread": (
         "import threading\n"
         "    caught = []\n"
@@ -35,9 +42,21 @@ WAYS = {
         "    thread = threading.Thread(target=work); thread.start(); thread.join(30)\n"
         "    raise caught[0]"
     ),
+    "thread pool": (
+        "import concurrent.futures\n"
+        "    def work():\n"
+        "        import vllm\n"
+        "    with concurrent.futures.ThreadPoolExecutor(1) as pool: pool.submit(work).result(30)"
+    ),
+    "coroutine": "import asyncio\n    async def work():\n        import vllm\n    asyncio.run(work())",
 }
 
-HELPERS = {"helper.py": "import vllm\n", "starred.py": "from vllm import *\n"}
+HELPERS = {
+    "helper.py": "import vllm\n",
+    "starred.py": "from vllm import *\n",
+    "later.py": "import os\nif 'LATER' in os.environ:\n    import vllm\n",
+    "facade.py": "def __getattr__(name):\n    import vllm\n    return getattr(vllm, name)\n",
+}
 
 
 @pytest.mark.parametrize("way", WAYS)

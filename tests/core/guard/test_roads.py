@@ -5,7 +5,6 @@ import json
 import shutil
 import subprocess
 import sys
-import sysconfig
 import tomllib
 import venv
 import zipfile
@@ -17,11 +16,10 @@ from hypothesis import given
 from nemo_rl_core import guard
 from nemo_rl_core.guard.hooks import RAY_HOOK
 from nemo_rl_core.guard.policy import policy_from_environment
-from tests.core.guard.conftest import SOURCE, Sandbox
+from tests.core.guard.conftest import PTH, SOURCE, Sandbox
 from tests.strategies import guard_policies
 
 DISTRIBUTION = SOURCE.parent
-PTH = DISTRIBUTION / "nemo_rl_core_guard.pth"
 
 TRY = """
 try:
@@ -30,18 +28,6 @@ try:
 except ImportError as error:
     result = type(error).__name__
 """
-
-
-@pytest.fixture
-def installed(sandbox: Sandbox) -> str:
-    """An interpreter in whose site-packages core and its .pth lie, as after `pip install` without dependencies."""
-    folder = sandbox.root / "venv"
-    venv.create(folder, symlinks=True, with_pip=False)
-    paths = {"base": str(folder), "platbase": str(folder)}
-    site = Path(sysconfig.get_path("purelib", "venv", vars=paths))
-    (site / PTH.name).write_bytes(PTH.read_bytes())
-    (site / "nemo_rl_core").symlink_to(SOURCE / "nemo_rl_core")
-    return str(folder / "bin" / "python")
 
 
 @given(guard_policies())

@@ -65,6 +65,7 @@ def launch(config: RunConfig, plan: RunPlan) -> Generator[Fleet]:
                 address=plan.address,
                 on_violation=config.firewall.on_violation,
                 allow=config.firewall.allow,
+                allow_importers=config.firewall.allow_importers,
                 local_options={"object_store_memory": OBJECT_STORE_BYTES * slots, "logging_level": "ERROR"},
             )
         )
@@ -101,6 +102,7 @@ def _starter(
             env_vars=env_vars,
             on_violation=config.firewall.on_violation,
             allow=config.firewall.allow,
+            allow_importers=config.firewall.allow_importers,
             start_timeout_s=config.workers.start_timeout_s,
             call_timeout_s=config.workers.call_timeout_s,
         )

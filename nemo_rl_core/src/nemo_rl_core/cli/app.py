@@ -15,6 +15,22 @@ __all__ = ["main"]
 #: Exit codes: bad input is told apart from a run that failed.
 EXIT_FAILED, EXIT_BAD_INPUT, EXIT_INTERRUPTED = 1, 2, 130
 
+_AUDIT = """\
+Import every module of an installed package, each in a process of its own, and say
+which of them load or ask for a forbidden module, who asked first, and how long each
+import took. The modules' code runs: audit packages that you would install. The
+interpreter runs isolated (python -I), so the current directory, PYTHONPATH and the
+user's own site-packages are not looked at.
+"""
+
+_AUDIT_EXIT_CODES = """\
+exit codes:
+  0  every module was imported, and nobody loads a forbidden one or asks for it
+  1  a module loads a forbidden one, or asks for one that is not installed or fails
+  2  the audit was not made: an unknown package, a bad name or value
+  3  nobody loads or asks for one, but modules that could not be imported leave it unproven
+"""
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run ``nemo-rl`` and return its exit code.
@@ -65,4 +81,35 @@ def _parser() -> argparse.ArgumentParser:
     )
     backends.add_argument("--check", action="store_true", help="load each one, to tell broken ones apart")
     backends.add_argument("--json", action="store_true", help="print JSON")
+    _add_firewall(commands)
     return parser
+
+
+def _add_firewall(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    firewall = commands.add_parser(
+        "firewall", help="see who loads an engine", description="See what keeps an engine out, and what brings it in."
+    )
+    actions = firewall.add_subparsers(dest="action", required=True, metavar="ACTION")
+    audit = actions.add_parser(
+        "audit",
+        help="import every module of a package and see who loads a forbidden one",
+        description=_AUDIT,
+        epilog=_AUDIT_EXIT_CODES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    audit.add_argument("package", metavar="PACKAGE", help="an installed package or a part of it, e.g. accelerate.utils")
+    audit.add_argument(
+        "--forbid",
+        metavar="NAME",
+        action="append",
+        required=True,
+        help="a module that nobody may load, with everything below it; may be given again",
+    )
+    audit.add_argument("--json", action="store_true", help="print one JSON document and nothing else")
+    audit.add_argument("--python", metavar="PATH", help="audit the environment of this interpreter; default: this one")
+    audit.add_argument(
+        "--timeout", type=float, default=60.0, metavar="SECONDS", help="deadline of each import (default: 60)"
+    )
+    audit.add_argument(
+        "--jobs", type=int, default=1, metavar="N", help="imports at the same time; more than 1 blurs the times"
+    )

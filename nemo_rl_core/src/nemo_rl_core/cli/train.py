@@ -32,7 +32,12 @@ def run(options: argparse.Namespace) -> int:
     started = time.monotonic()
     config = load_config(options.config, options.overrides)
     # Before torch, transformers or a task of the user's is imported: from here on the driver is guarded.
-    guard.arm("driver", on_violation=config.firewall.on_violation, allow=config.firewall.allow)
+    guard.arm(
+        "driver",
+        on_violation=config.firewall.on_violation,
+        allow=config.firewall.allow,
+        allow_importers=config.firewall.allow_importers,
+    )
     from nemo_rl_core.algorithms.assemble import prepare
     from nemo_rl_core.algorithms.plan import describe_plan, make_plan
 

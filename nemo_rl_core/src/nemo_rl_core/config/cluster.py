@@ -69,6 +69,9 @@ class FirewallSection(Section):
         default="raise", description="What a forbidden import of our own or the user's module does."
     )
     allow: StrList = Field(default=(), description="Module roots that are let through although policy forbids them.")
+    allow_importers: StrList = Field(
+        default=(), description="Modules, by full name, that may import what policy forbids; see docs/firewall.md."
+    )
 
 
 class LoggerSection(Section):

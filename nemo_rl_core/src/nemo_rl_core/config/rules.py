@@ -11,12 +11,13 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, cast
 
 from nemo_rl_core.config.base import Section
-from nemo_rl_core.config.cluster import ClusterSection, RefitSection
+from nemo_rl_core.config.cluster import ClusterSection, FirewallSection, RefitSection
 from nemo_rl_core.config.generation import GenerationSection
 from nemo_rl_core.config.grpo import GrpoSection, LossSection
 from nemo_rl_core.config.placement import check_placement, plan_placement
 from nemo_rl_core.config.policy import PolicySection
 from nemo_rl_core.config.problems import Problem
+from nemo_rl_core.guard.policy import Policy
 
 __all__ = ["check_rules"]
 
@@ -201,6 +202,19 @@ def _leaves(key: str, value: Any) -> Iterator[tuple[str, Any]]:
         yield key, value
 
 
+def _firewall_names(firewall: FirewallSection) -> Iterator[Problem]:
+    # The guard knows what these lists may hold; asked here, a wrong name is told with the rest of the config.
+    for key, names in {"allow": firewall.allow, "allow_importers": firewall.allow_importers}.items():
+        for name in names:
+            try:
+                if key == "allow":
+                    Policy(role="driver", allow=(name,))
+                else:
+                    Policy(role="driver", allow_importers=(name,))
+            except ValueError as error:
+                yield Problem(key=f"firewall.{key}", rule=str(error))
+
+
 _Rule = Callable[..., Iterator[Problem]]
 _RULES = cast(
     "tuple[tuple[tuple[str, ...], _Rule], ...]",
@@ -217,5 +231,6 @@ _RULES = cast(
         (("grpo",), _validation),
         (("loss_fn",), _importance_sampling),
         (("refit",), _refit_deadlines),
+        (("firewall",), _firewall_names),
     ),
 )

@@ -118,6 +118,7 @@ def start_ray(
     task_role: str = "rollout",
     on_violation: str = "raise",
     allow: Sequence[str] = (),
+    allow_importers: Sequence[str] = (),
     pass_variables: Sequence[str] = (),
     local_options: Mapping[str, Any] | None = None,
 ) -> RayRuntime:
@@ -130,6 +131,7 @@ def start_ray(
         task_role: Role of the job's plain tasks; worker groups set their own.
         on_violation: What the guard does in tasks: ``raise``, ``record`` or ``exit``.
         allow: Top-level names that the guard lets through in tasks.
+        allow_importers: Modules whose own imports of forbidden names the guard lets through in tasks.
         pass_variables: Variables of the driver to pass besides ``DRIVER_VARIABLES``.
         local_options: More arguments of ``ray.init`` for a local Ray, e.g. ``num_gpus``, ``labels``,
             ``object_store_memory`` (bytes).
@@ -152,7 +154,7 @@ def start_ray(
         return _reuse(ray)
     variables = {
         **passed_variables(os.environ, pass_variables),
-        **guard.environment_for(task_role, on_violation=on_violation, allow=allow),
+        **guard.environment_for(task_role, on_violation=on_violation, allow=allow, allow_importers=allow_importers),
     }
     runtime_env = {"worker_process_setup_hook": SETUP_HOOK, "env_vars": variables}
     target = address or os.environ.get("RAY_ADDRESS")

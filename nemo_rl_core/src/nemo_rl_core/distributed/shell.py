@@ -141,7 +141,8 @@ class WorkerShell:
             import torch.distributed
         except Exception as error:  # noqa: BLE001 -- the boundary: whatever it is leaves as plain data
             return {"failure": self._failure("rendezvous", error)}
-        return {"value": torch.__version__}
+        # A plain text: TorchVersion would need torch in whoever reads the answer.
+        return {"value": str(torch.__version__)}
 
     def build(
         self,

@@ -74,6 +74,7 @@ class RayWorkerGroup:
         process_group: bool | None = None,
         on_violation: str = "raise",
         allow: Sequence[str] = (),
+        allow_importers: Sequence[str] = (),
         start_timeout_s: float = 600.0,
         call_timeout_s: float = 3600.0,
     ) -> None:
@@ -90,6 +91,7 @@ class RayWorkerGroup:
             process_group: Whether rank 0 keeps a ``TCPStore`` for torch process groups; None means for role ``train``.
             on_violation: What the guard does: ``raise``, ``record`` or ``exit``.
             allow: Top-level names that the guard lets through although the role forbids them.
+            allow_importers: Modules whose own imports of forbidden names the guard lets through.
             start_timeout_s: Seconds until all constructors must have returned.
             call_timeout_s: Default limit of one call, in seconds.
 
@@ -115,7 +117,13 @@ class RayWorkerGroup:
             "PYTHONNOUSERSITE": "1",
             "PYTHONPATH": "",
             **(env_vars or {}),
-            **guard.environment_for(role, on_violation=on_violation, allow=allow, lifted=self.environment.lifted),
+            **guard.environment_for(
+                role,
+                on_violation=on_violation,
+                allow=allow,
+                allow_importers=allow_importers,
+                lifted=self.environment.lifted,
+            ),
         }
         try:
             self._start(cluster, builder, time.monotonic() + start_timeout_s)

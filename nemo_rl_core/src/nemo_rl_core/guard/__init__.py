@@ -9,6 +9,7 @@
 A child process is armed when its interpreter starts if its parent sets ``guard.environment_for("train")``.
 """
 
+from nemo_rl_core.guard.forbidding import forbidding
 from nemo_rl_core.guard.policy import (
     FORBIDDEN_ROOTS,
     ROLES,
@@ -42,6 +43,7 @@ __all__ = [
     "disarm",
     "environment_for",
     "forbidden_roots",
+    "forbidding",
     "is_armed",
     "ledger",
     "merge_reports",

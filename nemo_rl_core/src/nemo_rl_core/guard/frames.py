@@ -2,12 +2,13 @@
 """Who asked the import system: read from the stack of the asking thread."""
 
 import os
+from collections.abc import Collection
 from dataclasses import dataclass
 from types import FrameType
 
 from nemo_rl_core.guard.policy import FIRST_PARTY_ROOTS
 
-__all__ = ["Asker", "identify", "is_probe"]
+__all__ = ["Asker", "identify", "is_asked_through", "is_probe"]
 
 #: Code that imports on behalf of its caller; the caller is the one who asked.
 _HELPERS = (
@@ -18,6 +19,7 @@ _HELPERS = (
     "lazy_loader",
     "cloudpickle",
     "ray.cloudpickle",
+    "_pytest.monkeypatch",
 )
 _BOOTSTRAP = ("importlib._bootstrap", "_frozen_importlib")
 _STDLIB = os.path.dirname(os.__file__) + os.sep  # noqa: PTH120 - pathlib would double the start-up cost of the guard
@@ -138,3 +140,17 @@ def identify(frame: FrameType | None) -> Asker:
         is_third_party=_is_installed(file) and not is_ours,
         chain=tuple(reversed(chain)),
     )
+
+
+def is_asked_through(frame: FrameType | None, roots: Collection[str]) -> bool:
+    """Tell whether code of one of these packages is on the stack.
+
+    Args:
+        frame: The caller of the finder.
+        roots: Top-level names.
+    """
+    while frame is not None:
+        if _name(frame).partition(".")[0] in roots:
+            return True
+        frame = frame.f_back
+    return False

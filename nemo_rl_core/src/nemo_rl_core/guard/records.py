@@ -142,6 +142,13 @@ class Recorder:
             self._attempts[attempt.package] = replace(known, count=known.count + 1) if known else attempt
         return known is None
 
+    def take_violations(self) -> tuple[Violation, ...]:
+        """Return the violations so far and forget them; attempts stay."""
+        with self._lock:
+            taken = tuple(self._violations.values())
+            self._violations.clear()
+        return taken
+
     def adopt(self, other: "Recorder") -> None:
         """Take over what another recorder of this process holds: a change of role forgets nothing."""
         earlier = other.snapshot()

@@ -7,9 +7,10 @@ import sys
 from collections.abc import Callable, Generator, Iterable, Mapping
 from dataclasses import dataclass, replace
 from types import FunctionType, ModuleType
-from typing import Any, cast
+from typing import cast
 
-from nemo_rl_core.guard.finder import CANARY, CanaryError, GuardedMetaPath, GuardFinder, end_process, report
+from nemo_rl_core.guard import layers
+from nemo_rl_core.guard.finder import GuardFinder, end_process, report
 from nemo_rl_core.guard.policy import Policy, policy_from_environment
 from nemo_rl_core.guard.records import ForbiddenImportError, Ledger, Recorder, Violation
 
@@ -25,7 +26,6 @@ class _Active:
     policy: Policy
     by_environment: bool
     finder: GuardFinder
-    previous_path: list[Any]
     hidden: Mapping[str, ModuleType]
 
 
@@ -42,6 +42,7 @@ def arm(
     allow: Iterable[str] = (),
     lifted: Iterable[str] = (),
     forbid: Iterable[str] = (),
+    allow_importers: Iterable[str] = (),
 ) -> None:
     """Refuse forbidden imports in this process from now on.
 
@@ -54,6 +55,8 @@ def arm(
         allow: Single top-level names to take out of the table.
         lifted: Engines to take out of the table with everything that only they bring.
         forbid: Further top-level names to forbid.
+        allow_importers: Modules that may import the forbidden names all the same; see ``Policy``. Once one of them has
+            loaded the engine, a later import of it by anybody finds it cached, where no guard is asked.
 
     Raises:
         ForbiddenImportError: If a forbidden module is loaded already and ``on_violation`` is ``raise``; the guard is
@@ -62,7 +65,12 @@ def arm(
         RuntimeError: If the process is armed for another role, or the self-test fails.
     """
     policy = Policy(
-        role=role, on_violation=on_violation, allow=tuple(allow), lifted=tuple(lifted), forbid=tuple(forbid)
+        role=role,
+        on_violation=on_violation,
+        allow=tuple(allow),
+        lifted=tuple(lifted),
+        forbid=tuple(forbid),
+        allow_importers=tuple(allow_importers),
     )
     _arm(policy, by_environment=False)
 
@@ -86,7 +94,7 @@ def arm_from_environment(environ: Mapping[str, str] | None = None) -> bool:
     if _active is None or _active.by_environment:
         _arm(policy, by_environment=True)
     else:
-        _self_test()
+        layers.prove(_active.finder)
     return True
 
 
@@ -96,11 +104,7 @@ def disarm() -> None:
     if _active is None:
         return
     state, _active = _active, None
-    if isinstance(sys.meta_path, GuardedMetaPath):
-        state.previous_path[:] = sys.meta_path.plain()
-        sys.meta_path = state.previous_path
-    else:  # somebody replaced the list; take the guard out of theirs
-        sys.meta_path[:] = [finder for finder in sys.meta_path if finder is not state.finder]
+    layers.remove(state.finder)
     for name, module in state.hidden.items():
         if sys.modules.get(name, module) is None:
             sys.modules[name] = module
@@ -114,6 +118,7 @@ def armed(
     allow: Iterable[str] = (),
     lifted: Iterable[str] = (),
     forbid: Iterable[str] = (),
+    allow_importers: Iterable[str] = (),
 ) -> Generator[Callable[[], Ledger]]:
     """Arm within a block; afterwards the guard is what it was before, armed or not.
 
@@ -125,6 +130,7 @@ def armed(
         allow: As ``arm``.
         lifted: As ``arm``.
         forbid: As ``arm``.
+        allow_importers: As ``arm``.
 
     Yields:
         A function that returns the ledger of this block, during it and afterwards.
@@ -135,7 +141,12 @@ def armed(
     """
     global _recorder
     policy = Policy(
-        role=role, on_violation=on_violation, allow=tuple(allow), lifted=tuple(lifted), forbid=tuple(forbid)
+        role=role,
+        on_violation=on_violation,
+        allow=tuple(allow),
+        lifted=tuple(lifted),
+        forbid=tuple(forbid),
+        allow_importers=tuple(allow_importers),
     )
     before, recorder_before = _active, _recorder
     disarm()
@@ -148,7 +159,8 @@ def armed(
         if before is not None:
             # What the block was allowed to load is hidden and put on record. Raising here would leave the process
             # unguarded, and hide the block's own exception.
-            _arm(before.policy, by_environment=before.by_environment, hide_preloaded=True)
+            granted = before.finder.granted
+            _arm(before.policy, by_environment=before.by_environment, hide_preloaded=True, granted=granted)
 
 
 def ledger() -> Ledger:
@@ -163,16 +175,23 @@ def current_policy() -> Policy | None:
 
 def is_armed() -> bool:
     """Tell whether the guard is armed and really is asked first."""
-    return _active is not None and _is_first(_active.finder)
+    return _active is not None and layers.is_first(_active.finder)
 
 
-def _arm(policy: Policy, *, by_environment: bool, hide_preloaded: bool = False) -> Recorder:
+def _arm(
+    policy: Policy,
+    *,
+    by_environment: bool,
+    hide_preloaded: bool = False,
+    granted: frozenset[str] = frozenset(),
+) -> Recorder:
     """Put the policy in force and return the recorder that it writes to.
 
     Args:
         policy: The rule.
         by_environment: Whether the environment asked for it.
         hide_preloaded: Hide modules that are loaded already, also where ``on_violation`` says otherwise.
+        granted: Forbidden roots that allowed importers have loaded under an earlier rule of this process.
     """
     global _active, _recorder
     if _active is not None:
@@ -183,63 +202,39 @@ def _arm(policy: Policy, *, by_environment: bool, hide_preloaded: bool = False) 
             )
         if _active.policy == policy:
             _active = replace(_active, by_environment=_active.by_environment and by_environment)
-            _self_test()
+            layers.prove(_active.finder)
             return _active.finder.recorder
+        if policy.allow_importers:  # new settings: what an allowed importer has loaded is still no violation
+            granted |= _active.finder.granted
         disarm()
     if _recorder is None or _recorder.role != policy.role:
         earlier, _recorder = _recorder, Recorder(policy.role)
         if earlier is not None:
             _recorder.adopt(earlier)
-    hidden = _settle_preloaded(policy, _recorder, hide=hide_preloaded or policy.on_violation == "record")
-    finder = GuardFinder(policy, _recorder)
-    _active = _Active(
-        policy=policy, by_environment=by_environment, finder=finder, previous_path=sys.meta_path, hidden=hidden
-    )
-    sys.meta_path = GuardedMetaPath(finder, sys.meta_path)
-    _self_test()
+    hide = hide_preloaded or policy.on_violation == "record"
+    hidden = _settle_preloaded(policy, _recorder, hide=hide, granted=granted)
+    finder = GuardFinder(policy, _recorder, granted=granted)
+    _active = _Active(policy=policy, by_environment=by_environment, finder=finder, hidden=hidden)
+    layers.install(finder)
+    layers.prove(finder)
     return _recorder
 
 
-def _is_first(finder: GuardFinder) -> bool:
-    """Tell whether imports reach this finder before any other."""
-    # The canary alone would not show a finder in front that knows the engine and not the canary.
-    if next(iter(sys.meta_path), None) is not finder:
-        return False
-    try:
-        __import__(CANARY)
-    except CanaryError:
-        return True
-    except ImportError:
-        return False
-    raise AssertionError(f"{CANARY} exists")
-
-
-def _self_test() -> None:
-    """Prove that the guard is asked first; put it back where somebody replaced ``sys.meta_path``."""
-    if _active is None:
-        return
-    path = sys.meta_path
-    if not (isinstance(path, GuardedMetaPath) and path.guard is _active.finder):
-        sys.meta_path = GuardedMetaPath(_active.finder, path)
-    if not _is_first(_active.finder):
-        raise RuntimeError(
-            "the guard is not asked first although it was put first on sys.meta_path: something answers imports "
-            "before the import system does (a replaced builtins.__import__?); remove it, or arm before it"
-        )
-
-
-def _settle_preloaded(policy: Policy, recorder: Recorder, *, hide: bool) -> dict[str, ModuleType]:
+def _settle_preloaded(
+    policy: Policy, recorder: Recorder, *, hide: bool, granted: frozenset[str]
+) -> dict[str, ModuleType]:
     """Deal with forbidden modules that are loaded already; a finder never sees those.
 
     Args:
         policy: The rule.
         recorder: Where they are put on record.
         hide: Hide them; else ``on_violation`` says what happens.
+        granted: Roots that allowed importers have loaded; they stay.
 
     Returns:
         The modules that were hidden, by name.
     """
-    roots = policy.roots
+    roots = policy.roots - granted
     loaded = {
         name: module
         for name, module in sorted(sys.modules.items())

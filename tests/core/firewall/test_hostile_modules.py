@@ -1,0 +1,217 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a module does when it is imported is its own result: it breaks no other one, and nothing stays behind."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from nemo_rl_core.firewall import ModuleState, Verdict
+from tests.core.firewall.installation import by_name, end, is_running
+
+DEADLINE_S = 30.0
+
+#: Source of a module, how its import ends, and what the report says of it.
+MODULES = {
+    "exits": ("import sys\nsys.exit(3)\n", ModuleState.FAILED, "SystemExit: 3"),
+    "ends": ("import os\nos._exit(0)\n", ModuleState.FAILED, "ended with exit code 0 before the import was done"),
+    "crashes": (
+        "import os, signal\nos.kill(os.getpid(), signal.SIGSEGV)\n",
+        ModuleState.FAILED,
+        "was ended by SIGSEGV",
+    ),
+    "raises": ("raise RuntimeError('libfoo is missing')\n", ModuleState.FAILED, "RuntimeError: libfoo is missing"),
+    "interrupts": ("raise KeyboardInterrupt\n", ModuleState.FAILED, "KeyboardInterrupt"),
+    "mute": (
+        "class Mute(Exception):\n    def __str__(self):\n        raise OSError\nraise Mute\n",
+        ModuleState.FAILED,
+        "Mute: <its text cannot be made: OSError>",
+    ),
+    "misspelt": ("def f(:\n", ModuleState.FAILED, "SyntaxError"),
+    "reads": ("input()\n", ModuleState.FAILED, "EOFError"),
+    "prints": ("print('{' * 10_000_000)\n", ModuleState.IMPORTED, ""),
+    "starts_a_thread": (
+        "import threading, time\nthreading.Thread(target=time.sleep, args=(3600,)).start()\n",
+        ModuleState.IMPORTED,
+        "",
+    ),
+    "closes_everything": ("import os\nos.closerange(0, 1000)\n", ModuleState.IMPORTED, ""),
+    "comes_back_twice": ("import os\nos.fork()\n", ModuleState.IMPORTED, ""),
+    "hides_functions": (
+        "import builtins, os, time\ndel builtins.open, builtins.print\nos.open = os.write = time.perf_counter = None\n",
+        ModuleState.IMPORTED,
+        "",
+    ),
+    "clears_the_finders": ("import sys\nsys.meta_path.clear()\n", ModuleState.IMPORTED, ""),
+    "ignores_its_end": (
+        "import signal\nsignal.signal(signal.SIGCHLD, signal.SIG_IGN)\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\n",
+        ModuleState.IMPORTED,
+        "",
+    ),
+    "writes_a_file": ("open('litter', 'w').close()\n", ModuleState.IMPORTED, ""),
+    "well": ("VALUE = 1\n", ModuleState.IMPORTED, ""),
+}
+
+
+def test_each_module_has_its_own_result_whatever_the_others_do(installation, tmp_path, monkeypatch, capfd):
+    monkeypatch.chdir(tmp_path)
+    installation.write({"lib/__init__.py": "", **{f"lib/{name}.py": text for name, (text, _, _) in MODULES.items()}})
+    before = sorted(tmp_path.iterdir())
+    results = by_name(installation.audit("lib", jobs=2))
+    for name, (_, state, words) in MODULES.items():
+        result = results[f"lib.{name}"]
+        assert result.state is state, (name, result)
+        assert words in str(result.failure or ""), (name, result)
+    assert capfd.readouterr() == ("", "")
+    assert sorted(tmp_path.iterdir()) == before
+
+
+def test_a_failure_is_told_with_its_last_calls_and_what_was_printed(installation):
+    text = "print('loading libfoo')\ndef load():\n    raise OSError('no libfoo')\nload()\n"
+    installation.write({"lib/__init__.py": "", "lib/a.py": text})
+    report = installation.audit("lib")
+    assert report.verdict is Verdict.NOT_PROVEN
+    assert report.verdict.exit_code == 3
+    failure = by_name(report)["lib.a"].failure
+    assert failure is not None
+    assert [place.rpartition("/")[2] for place in failure.traceback] == [
+        "a.py:4 (lib.a): load()",
+        "a.py:3 (lib.a.load): raise OSError('no libfoo')",
+    ]
+    assert failure.output == "loading libfoo"
+
+
+def test_a_module_that_hangs_is_ended_and_says_where_it_was(installation):
+    hanging = "import time\nprint('waiting')\ndef wait():\n    time.sleep(3600)\nwait()\n"
+    busy = "import signal\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\nwhile True:\n    pass\n"
+    installation.write({"lib/__init__.py": "", "lib/a.py": hanging, "lib/b.py": busy, "lib/c.py": ""})
+    results = by_name(installation.audit("lib", timeout_s=2.0, jobs=3))
+    for name in ("lib.a", "lib.b"):
+        assert results[name].state is ModuleState.TIMED_OUT
+        assert "did not end within 2 s" in str(results[name].failure)
+    assert results["lib.a"].failure is not None
+    assert [place.rpartition("/")[2] for place in results["lib.a"].failure.traceback] == [
+        "a.py:5 (<module>): wait()",
+        "a.py:4 (wait): time.sleep(3600)",
+    ]
+    assert results["lib.a"].failure.output == "waiting"
+    assert results["lib.c"].state is ModuleState.IMPORTED
+
+
+def test_what_a_module_leaves_running_is_ended(installation, tmp_path):
+    note = tmp_path / "pids"
+    text = (
+        "import os, subprocess, time\n"
+        "child = subprocess.Popen(['sleep', '3600'])\n"
+        "forked = os.fork()\n"
+        "if forked == 0:\n    time.sleep(3600)\n"
+        f"open({str(note)!r}, 'w').write(f'{{child.pid}} {{forked}}')\n"
+    )
+    installation.write({"lib/__init__.py": "", "lib/a.py": text})
+    assert installation.audit("lib").verdict is Verdict.CLEAN
+    left = [pid for pid in map(int, note.read_text().split()) if is_running(pid)]
+    end(left)
+    assert left == []
+
+
+@pytest.mark.parametrize(
+    ("text", "state", "words"),
+    [
+        ("import time\ntime.sleep(3600)\n", ModuleState.TIMED_OUT, "did not get on within 2 s"),
+        ("import os\nos._exit(4)\n", ModuleState.FAILED, "ended with exit code 4 while it imported the package"),
+        ("import os\nos.abort()\n", ModuleState.FAILED, "was ended by SIGABRT while it imported the package"),
+        ("import no_such_dependency\n", ModuleState.FAILED, "No module named 'no_such_dependency'"),
+        ("raise SystemExit('not here')\n", ModuleState.FAILED, "SystemExit: not here"),
+    ],
+)
+def test_where_the_package_itself_cannot_be_imported_no_module_is_tried(installation, text, state, words):
+    installation.write({"lib/__init__.py": text, "lib/a.py": "import engine\n", "lib/b.py": ""})
+    report = installation.audit("lib", timeout_s=2.0)
+    assert report.verdict is Verdict.NOT_PROVEN
+    package, *others = report.results
+    assert package.state is state
+    assert words in str(package.failure)
+    assert {other.state for other in others} == {ModuleState.NOT_TRIED}
+    assert {str(other.failure) for other in others} == {"lib itself cannot be imported"}
+
+
+def test_an_attempt_before_the_package_fails_is_still_found(installation):
+    installation.write({"lib/__init__.py": "import absent\n", "lib/a.py": ""})
+    report = installation.audit("lib", "absent")
+    assert report.verdict is Verdict.FOUND
+    assert report.findings[0].modules == ("lib",)
+    assert len(report.failed) == 2
+
+
+@pytest.mark.timeout(100)
+def test_a_package_that_takes_over_signals_finders_clocks_and_the_exit_is_audited_all_the_same(installation):
+    text = (
+        "import os, signal, sys, time\n"
+        "signal.signal(signal.SIGCHLD, lambda *_: os.waitpid(-1, os.WNOHANG))\n"
+        "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+        "sys.meta_path[:] = [finder for finder in sys.meta_path if 'Observer' not in type(finder).__name__]\n"
+        "import atexit, threading\n"
+        "threading.Thread(target=threading.Event().wait).start()\n"
+        "atexit.register(threading.Event().wait)\n"
+        "time.sleep = time.monotonic = os.fork = None\n"
+        "os.closerange(0, 1000)\n"
+    )
+    installation.write({"lib/__init__.py": text, "lib/a.py": "import engine\n", "lib/b.py": ""})
+    report = installation.audit("lib", timeout_s=3600.0)  # no deadline of the audit ends this
+    assert [result.state for result in report.results] == [ModuleState.IMPORTED] * 3
+    assert [finding.modules for finding in report.findings] == [("lib.a",)]
+    assert report.findings[0].ask.importer == "lib.a"
+
+
+def test_an_observer_that_is_killed_leaves_the_rest_unproven(installation):
+    text = "import os, signal, time\nos.kill(os.getppid(), signal.SIGKILL)\ntime.sleep(3600)\n"
+    installation.write({"lib/__init__.py": "", "lib/a.py": "", "lib/b.py": text, "lib/c.py": ""})
+    report = installation.audit("lib")
+    assert report.verdict is Verdict.NOT_PROVEN
+    results = by_name(report)
+    assert results["lib.a"].state is ModuleState.IMPORTED
+    for name in ("lib.b", "lib.c"):
+        assert results[name].state is ModuleState.NOT_TRIED
+        assert "was ended by SIGKILL" in str(results[name].failure)
+
+
+def wait_for(path: Path) -> int:
+    """Return the process id that a module writes into a file."""
+    deadline = time.monotonic() + DEADLINE_S
+    while not path.exists() or not path.read_text():
+        assert time.monotonic() < deadline, "the module was not imported"
+        time.sleep(0.05)
+    return int(path.read_text())
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize("where", ["__init__", "a"])
+def test_an_audit_that_is_ended_leaves_no_process_behind(installation, tmp_path, where, number):
+    note = tmp_path / "pid"
+    text = (
+        f"import os, time\nwith open({str(note)!r}, 'w') as file:\n    file.write(str(os.getpid()))\ntime.sleep(3600)\n"
+    )
+    installation.write({"lib/__init__.py": "", "lib/a.py": "", f"lib/{where}.py": text})
+    command = [sys.executable, "-m", "nemo_rl_core", "firewall", "audit", "lib", "--forbid", "engine"]
+    audit = subprocess.Popen(
+        [*command, "--python", installation.python],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        env={**os.environ, "TMPDIR": str(tmp_path)},
+    )
+    try:
+        pid = wait_for(note)
+        audit.send_signal(number)
+        audit.wait(timeout=DEADLINE_S)
+    finally:
+        audit.kill()
+    deadline = time.monotonic() + DEADLINE_S
+    while is_running(pid) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    left = [pid] if is_running(pid) else []
+    end(left)
+    assert left == []
