@@ -54,6 +54,18 @@ def test_what_is_kept_is_used(repository: Repository) -> None:
     assert read(repository) == ["from_the_file"]
 
 
+def test_what_another_release_found_is_not_used_and_goes(repository: Repository) -> None:
+    """The code that reads files is a part of the file's name."""
+    repository.package({"a.py": "import json\n"})
+    read(repository)
+    path = cache_file(repository)
+    other = path.with_name(path.name.replace(path.stem[-16:], "0" * 16))
+    other.write_text(path.read_text().replace('"json"', '"from_the_file"'))
+    path.unlink()
+    assert read(repository) == ["json"]
+    assert cache_file(repository) == path
+
+
 @pytest.mark.parametrize(
     "text",
     ["", "{", "[]", "null", "\x00", "[" * 100_000, '{"key": 1}', b"\xff\xfe", "EACH:null", "EACH:[1]", 'EACH:[["json"]]',

@@ -3,6 +3,7 @@
 
 import json
 import re
+import subprocess
 import sys
 import urllib.parse
 from textwrap import dedent
@@ -97,6 +98,24 @@ def test_what_was_not_seen_is_3_also_without_a_coverage_contract(files, words, r
     said = command("check")
     assert said.code == 3
     assert words in said.out + said.err
+
+
+@pytest.mark.parametrize(
+    ("code", "since"),
+    [
+        ("type X = int\nimport vllm\n", (3, 12)),
+        ("f'{f'{1}'}'\nimport vllm\n", (3, 12)),
+        ("lazy import vllm\n", (3, 15)),
+    ],
+)
+def test_the_syntax_of_a_later_python_is_3_and_not_a_pass(code, since, repository: Repository, command) -> None:
+    """Whether it is grimp that can't read the file or this interpreter."""
+    if sys.version_info >= since:
+        pytest.skip("this interpreter knows the syntax")
+    repository.package({"a.py": "", "b.py": code}).write({".importlinter": SESSION + RULE})
+    said = command("check")
+    assert said.code == 3, said
+    assert "b.py" in said.out + said.err
 
 
 def test_a_link_to_nothing_is_3(repository: Repository, command) -> None:
@@ -336,10 +355,21 @@ def test_without_a_baseline_there_is_none_to_shrink(repository: Repository, comm
     assert "no contract has a baseline" in said.err
 
 
+def test_a_reader_that_goes_away_gets_no_traceback(broken: Repository) -> None:
+    """As in `nemo-rl-contracts check | head -1`."""
+    command = [sys.executable, "-m", "nemo_rl_contracts", "check", "--no-cache"]
+    running = subprocess.Popen(command, cwd=broken.root, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert running.stdout is not None
+    running.stdout.close()
+    assert running.wait(timeout=60) == 141
+    assert running.stderr is not None
+    assert running.stderr.read() == b""
+
+
 def test_the_module_runs_as_a_program_and_without_a_cache(broken: Repository) -> None:
     done = broken.run("-m", "nemo_rl_contracts", "check", "--no-cache")
     assert done.returncode == 1, done.stderr
     assert "pkg/b.py:2" in done.stdout
     done = broken.run("-m", "nemo_rl_contracts", "check", "--format", "yaml")
     assert done.returncode == 2
-    assert not (broken.root / ".import_linter_cache").exists()
+    assert sorted(path.name for path in broken.root.iterdir()) == [".importlinter", "pkg"]

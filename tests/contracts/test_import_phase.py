@@ -186,6 +186,20 @@ def test_a_package_that_hands_on_a_submodule_is_followed(repository: Repository)
     ]
 
 
+@pytest.mark.parametrize(
+    "exported", ["__all__ = ['impl', 'x']", "__all__ = []\n__all__ += ('impl',)", "__all__ = x + ['impl']"]
+)
+def test_a_star_takes_the_modules_that_are_exported(exported: str, repository: Repository) -> None:
+    """Python imports a submodule that `__all__` names; grimp has no edge for it."""
+    repository.package(
+        {"a.py": "from pkg.api import *\n", "api/__init__.py": exported + "\n", "api/impl.py": "import vllm\n"}
+    )
+    (chain,) = hops(repository, **{**VLLM, "source_modules": ["pkg.a"]})
+    assert chain[0] == "pkg.a -> pkg.api.impl (eager)  pkg/a.py:1"
+    repository.package({"api/__init__.py": "__all__ = ['other']\n"})
+    assert hops(repository, **{**VLLM, "source_modules": ["pkg.a"]}) == []
+
+
 def test_a_long_chain_of_modules_is_no_problem(repository: Repository) -> None:
     count = 1500
     files = {f"m{n}.py": f"import pkg.m{n + 1}\n" for n in range(count)}

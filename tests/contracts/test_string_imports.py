@@ -42,7 +42,7 @@ def test_a_text_given_to_a_function_that_imports_counts_wherever_it_runs(code, p
 
 
 def test_a_statement_is_the_business_of_another_contract(repository: Repository) -> None:
-    repository.package({"a.py": "import vllm\nimport pkg.adapter\n", "adapter.py": ""})
+    repository.package({"a.py": "import vllm\nimport pkg.adapter\n__import__('json')\n", "adapter.py": ""})
     assert repository.messages("string_imports", **RULE) == []
 
 
@@ -57,6 +57,20 @@ def test_functions_of_ones_own_are_named_in_the_options(repository: Repository) 
     assert repository.messages("string_imports", **RULE) == []
     found = repository.messages("string_imports", import_functions=["pkg.load.by_name"], **RULE)
     assert [message.split()[0] for message in found] == ["pkg.a", "pkg.b"]
+
+
+@pytest.mark.parametrize(
+    "function", ["pkg.laod.by_name", "pkg.load.by_nmae", "hydra.utils.get_clas", "by_name", "pkg.load."]
+)
+@pytest.mark.parametrize("kind", ["string_imports", "import_phase"])
+def test_a_function_that_nobody_defines_or_calls_is_refused(kind: str, function: str, repository: Repository) -> None:
+    """F8: a typing error there would switch the rule off."""
+    repository.package({"load.py": "def by_name(name): ...\n", "a.py": "from hydra.utils import get_class\n"})
+    rule = {"source_modules": ["pkg"], "forbidden_modules": ["json"]}
+    assert repository.messages(kind, import_functions=["pkg.load.by_name", "hydra.utils.get_class"], **rule) == []
+    assert f"got '{function}'" in (said := repository.problems(kind, import_functions=[function], **rule)) or (
+        f"'{function}', which no file under check defines or calls" in said
+    )
 
 
 def test_an_allowed_call_has_a_reason_and_is_of_use(repository: Repository) -> None:

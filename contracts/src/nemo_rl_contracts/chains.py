@@ -6,6 +6,7 @@ that somebody asks about, or when it holds words that grimp does not look at. Wh
 
 - importing ``a.b.c`` runs ``a/__init__.py`` and ``a/b/__init__.py`` first;
 - a literal given to a function that imports;
+- ``from package import *``, which imports the modules that the package's ``__all__`` names;
 - a name ``TYPE_CHECKING`` that is not the one of ``typing``: what stands below it may run.
 """
 
@@ -31,6 +32,7 @@ __all__ = ["Chain", "Edge", "ImportMap", "ancestors", "covers", "find_chains", "
 _TYPING_IMPORT = re.compile(rb"^from typing(?:_extensions)? import [^\n(]*?\bTYPE_CHECKING\b(?! as)", re.MULTILINE)
 _TYPING_ATTRIBUTE = re.compile(rb"(?<![\w.])typing(?:_extensions)?\.TYPE_CHECKING\b")
 _CONDITION = re.compile(rb"^[ \t]*if (?:not )?TYPE_CHECKING:", re.MULTILINE)
+_STAR = re.compile(rb"\bimport[\s\\]*\*")
 _RENAMED = re.compile(rb"\bas\s+typing(?:_extensions)?\b")
 
 
@@ -135,7 +137,11 @@ class ImportMap:
             module
             for module in self.reader.files
             if module in self.modules
-            and (self.reader.may_import_dynamically(module) or _other_type_checking(self.reader.source(module)))
+            and (
+                self.reader.may_import_dynamically(module)
+                or _other_type_checking(self.reader.source(module))
+                or _STAR.search(self.reader.source(module))
+            )
         )
 
     def edges(self, module: str) -> tuple[Edge, ...]:
@@ -217,6 +223,8 @@ class ImportMap:
             yield found.module, tuple(name for name in found.names if name != "*")
             return
         written = {f"{found.module}.{name}" for name in found.names} or {found.module}
+        if found.names == ("*",) and found.module in self.reader.files:
+            written |= {f"{found.module}.{name}" for name in self.reader.exported(found.module)}
         # A name that is no module is an attribute, or is made at run time: then its package is what is imported.
         known = {
             next((name for name in [target, *reversed(ancestors(target))] if name in self.modules), "")

@@ -17,7 +17,7 @@ from importlinter.api import read_configuration
 from importlinter.domain.contract import InvalidContractOptions
 
 from nemo_rl_contracts import contract_types
-from nemo_rl_contracts.contract_types.base import FirewallContract, root_packages
+from nemo_rl_contracts.contract_types.base import NO_CACHE, FirewallContract, root_packages
 from nemo_rl_contracts.errors import MisconfiguredError, NotCoveredError
 from nemo_rl_contracts.sources import package_folders
 from nemo_rl_contracts.violations import Violation
@@ -222,13 +222,13 @@ def run(configuration: Configuration, *, cache_dir: str | None = GRAPH_CACHE) ->
 
     Args:
         configuration: What to check.
-        cache_dir: As ``build_graph``.
+        cache_dir: As ``build_graph``; None keeps nothing at all.
 
     Raises:
         MisconfiguredError: If the graph can't be built.
         NotCoveredError: As ``build_graph``.
     """
-    session = configuration.session
+    session = {**configuration.session, NO_CACHE: cache_dir is None}
     graph = build_graph(
         root_packages(session),
         exclude_type_checking=str(session.get("exclude_type_checking_imports", "")).strip().lower() == "true",

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The source files of a package on disk: which there are, which nobody can import, and their imports, read once."""
 
+import ast
 import hashlib
 import importlib.util
 import json
@@ -11,6 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from nemo_rl_contracts import names, phases
 from nemo_rl_contracts.errors import MisconfiguredError, NotCoveredError
 from nemo_rl_contracts.phases import Form, FoundImport, Phase, find_imports, may_import_dynamically
 
@@ -19,8 +21,6 @@ __all__ = ["CACHE_FOLDER", "Reader", "SourceFile", "Stray", "find_sources", "pac
 #: Where results are kept between runs, unless somebody says otherwise; relative to the working directory.
 CACHE_FOLDER = ".nemo_rl_contracts_cache"
 
-# Raised by one whenever the same source would be answered in another way.
-_CACHE_FORMAT = 2
 _COMPILED_SUFFIXES = (".so", ".pyd", ".pyc")
 
 
@@ -95,6 +95,7 @@ def find_sources(package: str) -> tuple[list[SourceFile], list[Stray]]:
 
     Raises:
         MisconfiguredError: If there is no such package.
+        NotCoveredError: If one of its folders can't be looked into.
     """
     modules: dict[str, SourceFile] = {}
     strays: list[Stray] = []
@@ -121,8 +122,8 @@ def _walk(top: Path, package: str) -> Iterator[SourceFile | Stray]:
     unreachable: dict[str, str] = {}
     namespace = not (top / "__init__.py").is_file()
     # Links are followed as grimp and Python itself do, but not in a circle.
-    for folder, names, files in os.walk(top, followlinks=True):
-        names[:] = sorted(name for name in names if name != "__pycache__" and not _leads_up(Path(folder) / name))
+    for folder, below, files in os.walk(top, followlinks=True, onerror=_refuse):
+        below[:] = sorted(name for name in below if name != "__pycache__" and not _leads_up(Path(folder) / name))
         relative = Path(folder).relative_to(top)
         reason = next(
             (unreachable[str(part)] for part in [relative, *relative.parents] if str(part) in unreachable), ""
@@ -143,6 +144,10 @@ def _walk(top: Path, package: str) -> Iterator[SourceFile | Stray]:
                     yield Stray(path=path, reason=own)
                 else:
                     yield SourceFile(module=".".join(parts), path=path, is_package=name == "__init__.py")
+
+
+def _refuse(error: OSError) -> None:
+    raise NotCoveredError(f"{error.filename} can't be looked into: {error.strerror}") from error
 
 
 def _why_unreachable(name: str, *, has_init: bool, namespace: bool) -> str:
@@ -220,6 +225,25 @@ class Reader:
             name.rpartition(".")[2].encode() in source for name in self._functions
         )
 
+    def exported(self, module: str) -> frozenset[str]:
+        """Return the texts in the statements that make a module's ``__all__``: what ``import *`` takes is among them.
+
+        Raises:
+            NotCoveredError: As ``imports``.
+        """
+        source = self.source(module)
+        if b"__all__" not in source:
+            return frozenset()
+        self.imports(module)  # a file that can't be parsed is told of there
+        nodes = [list(ast.walk(statement)) for statement in ast.parse(source).body]
+        return frozenset(
+            node.value
+            for parts in nodes
+            if any(isinstance(node, ast.Name) and node.id == "__all__" for node in parts)
+            for node in parts
+            if isinstance(node, ast.Constant) and isinstance(node.value, str)
+        )
+
     def save(self) -> None:
         """Write what was learnt to the cache, if there is one."""
         if self._cache is not None:
@@ -265,11 +289,20 @@ def _key(source: bytes, file: SourceFile, functions: tuple[str, ...]) -> str:
     return digest.hexdigest()
 
 
+def _reading_rules() -> str:
+    """Return a digest of the code that reads files: what another release found is of no use to this one."""
+    digest = hashlib.blake2b(digest_size=8)
+    for module in (names, phases):
+        digest.update(Path(module.__file__ or "").read_bytes())
+    return digest.hexdigest()
+
+
 class _Cache:
     """Imports by content, in one JSON file for each version of Python. Losing it costs time and nothing else."""
 
     def __init__(self, folder: Path) -> None:
-        self._path = folder / f"imports-{_CACHE_FORMAT}-py{sys.version_info[0]}{sys.version_info[1]}.json"
+        self._kind = f"py{sys.version_info[0]}{sys.version_info[1]}"
+        self._path = folder / f"imports-{self._kind}-{_reading_rules()}.json"
         self._rows: dict[str, list] = {}
         self._used: set[str] = set()
         self._changed = False
@@ -319,6 +352,9 @@ class _Cache:
                 aside = Path(folder) / self._path.name
                 aside.write_text(json.dumps(self._rows), encoding="utf-8")
                 aside.replace(self._path)
+            for other in self._path.parent.glob(f"imports-{self._kind}-*.json"):
+                if other != self._path:
+                    other.unlink(missing_ok=True)
         except OSError:
             return  # a read-only checkout is no reason to fail a check
         self._changed = False

@@ -2,6 +2,9 @@
 """RL post-training whose train side is proven free of the inference engine.
 
 Importing this package loads neither torch, ray nor transformers; import the part that you need.
+
+PYTEST_DONT_REWRITE: core brings a pytest plugin, so pytest would rewrite core's assertions, and warn where the guard has
+loaded core before pytest.
 """
 
 __all__ = ["__version__"]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A real local Ray: the job's hook arms the workers of plain tasks and actors, which no worker shell of ours starts."""
+"""A real local Ray: the job's hook arms plain tasks and actors, which no worker shell of ours starts."""
 
 from nemo_rl_core import guard
 from nemo_rl_core.guard.hooks import RAY_HOOK
@@ -73,3 +73,27 @@ answer(found)
     env = {"RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
     seen, refused, told = [True, "train", 2, True, False], [True, True], [False, True]
     assert sandbox.run(code, env=env).answer == [seen, refused, told, seen, refused]
+
+
+def test_the_allow_list_of_importers_reaches_tasks_and_workers(sandbox: Sandbox) -> None:
+    """From the driver's settings to the variables of a plain task and to those of a worker group."""
+    code = """
+from nemo_rl_core.distributed.ray_runtime import start_ray
+from nemo_rl_core.distributed.virtual_cluster import RayVirtualCluster
+from nemo_rl_core.distributed.worker_groups import RayWorkerBuilder, RayWorkerGroup
+NAME = "NEMO_RL_FIREWALL_ALLOW_IMPORTERS"
+options = {"object_store_memory": 80_000_000, "log_to_driver": False}
+with start_ray(num_cpus=2, local_options=options, allow_importers=["mylib.bridge"]):
+    import ray
+    told = [ray.get(ray.remote(lambda: os.environ.get("NEMO_RL_FIREWALL_ALLOW_IMPORTERS")).remote(), timeout=60)]
+    cluster = RayVirtualCluster([1], use_gpus=False, name="test", timeout_s=60)
+    builder = RayWorkerBuilder("nemo_rl_core.testing.workers:EchoWorker")
+    settings = {"name_prefix": "echo", "role": "train", "environment": "base"}
+    # Another list than the job's, which the worker's process would have otherwise.
+    group = RayWorkerGroup(cluster, builder, allow_importers=["mylib.other", "mylib.third"], **settings)
+    told += [values[NAME] for values in group.run_all_workers_single_data("variables", names=[NAME]).get_results()]
+    group.shutdown()
+answer(told)
+"""
+    env = {"RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
+    assert sandbox.run(code, env=env).answer == ["mylib.bridge", "mylib.other,mylib.third"]

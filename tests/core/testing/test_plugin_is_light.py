@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+import nemo_rl_core
 from tests.core.guard.conftest import SOURCE
 
 PLUGIN = "nemo_rl_core.testing.forbid_imports"
@@ -53,3 +54,8 @@ def test_pytest_finds_it_by_its_entry_point() -> None:
     """F45: under the name that `-p no:forbid_imports` takes."""
     (entry,) = importlib.metadata.entry_points(group="pytest11", name="forbid_imports")
     assert (entry.value, entry.dist.name) == (PLUGIN, "nemo-rl-core")
+
+
+def test_pytest_is_told_not_to_warn_where_the_guard_has_loaded_core_before_it() -> None:
+    """Otherwise `NEMO_RL_ROLE=train pytest -W error` ends before the first test, where core is installed as a wheel."""
+    assert "PYTEST_DONT_REWRITE" in (nemo_rl_core.__doc__ or "")

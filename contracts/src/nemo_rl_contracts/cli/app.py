@@ -2,6 +2,7 @@
 """The command `nemo-rl-contracts`."""
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,6 +15,10 @@ from nemo_rl_contracts.running import GRAPH_CACHE, ExitCode
 __all__ = ["main"]
 
 _EXIT_CODES = "Exit code: 0 kept, 1 broken, 2 misconfigured (nothing is proven), 3 files are not covered."
+
+
+#: What a shell reports for a program that ends because of SIGPIPE.
+_READER_GONE = 141
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -29,7 +34,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     # A picture or a document with a character that the terminal's encoding lacks is no reason to fail.
     sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
     try:
-        return int(options.command(options))
+        code = int(options.command(options))
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:
+        # Whoever reads has gone, as in `... | head`. What is left to write goes nowhere, also at the interpreter's end.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return _READER_GONE
     except MisconfiguredError as error:
         print(f"nemo-rl-contracts: {error}", file=sys.stderr)
         return int(ExitCode.MISCONFIGURED)

@@ -8,6 +8,7 @@ three apart by its exit code.
 
 import abc
 import difflib
+import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -15,13 +16,16 @@ from typing import Any
 from grimp import ImportGraph
 from importlinter import Contract, ContractCheck, fields
 
-from nemo_rl_contracts.chains import ImportMap, covers
+from nemo_rl_contracts.chains import ImportMap, ancestors, covers
 from nemo_rl_contracts.errors import MisconfiguredError, NotCoveredError
 from nemo_rl_contracts.patterns import matches
 from nemo_rl_contracts.sources import CACHE_FOLDER, Reader, find_sources
 from nemo_rl_contracts.violations import Violation
 
-__all__ = ["FirewallContract", "read_import_map", "root_packages", "select_modules"]
+__all__ = ["NO_CACHE", "FirewallContract", "read_import_map", "root_packages", "select_modules"]
+
+#: Set in the session options by whoever wants nothing kept between runs; import-linter itself has no such option.
+NO_CACHE = "nemo_rl_contracts_no_cache"
 
 #: Options that import-linter reads itself.
 _COMMON = frozenset({"id", "name", "type", "broken_contract_guidance"})
@@ -131,8 +135,28 @@ def read_import_map(
             "seen; add that line"
         )
     files = [file for root in root_packages(session_options) for file in find_sources(root)[0]]
-    folder = Path(CACHE_FOLDER)
-    return ImportMap(graph, Reader(files, cache_folder=folder, import_functions=import_functions))
+    folder = None if session_options.get(NO_CACHE) else Path(CACHE_FOLDER)
+    functions = list(import_functions)
+    imports = ImportMap(graph, Reader(files, cache_folder=folder, import_functions=functions))
+    _require_functions(functions, imports)
+    return imports
+
+
+def _require_functions(functions: Iterable[str], imports: ImportMap) -> None:
+    """Refuse the name of an import function that nobody defines or calls: nothing would be read by it."""
+    for function in functions:
+        module, _, name = function.rpartition(".")
+        if not module or not all(part.isidentifier() for part in function.split(".")):
+            raise MisconfiguredError(f"import_functions takes full names like 'package.module.load'; got {function!r}")
+        # Of our own, the part behind the module (a function, or a class) has to stand in the module.
+        owner = next((above for above in reversed(ancestors(function)) if above in imports.modules), "")
+        if owner in imports.reader.files:
+            part = function.removeprefix(f"{owner}.").partition(".")[0]
+            word, sources = part, [imports.reader.source(owner)]
+        else:
+            word, sources = name, [imports.reader.source(file) for file in imports.reader.files]
+        if not any(re.search(rb"(?<!\w)%b(?!\w)" % word.encode(), source) for source in sources):
+            raise MisconfiguredError(f"import_functions names {function!r}, which no file under check defines or calls")
 
 
 def select_modules(

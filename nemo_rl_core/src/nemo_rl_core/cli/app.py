@@ -105,6 +105,13 @@ def _add_firewall(commands: "argparse._SubParsersAction[argparse.ArgumentParser]
         required=True,
         help="a module that nobody may load, with everything below it; may be given again",
     )
+    audit.add_argument(
+        "--preload",
+        metavar="NAME",
+        action="append",
+        default=[],
+        help="import this once for all modules, before PACKAGE itself (saves time where many need it); may be given again",
+    )
     audit.add_argument("--json", action="store_true", help="print one JSON document and nothing else")
     audit.add_argument("--python", metavar="PATH", help="audit the environment of this interpreter; default: this one")
     audit.add_argument(

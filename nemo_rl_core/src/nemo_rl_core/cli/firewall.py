@@ -6,7 +6,7 @@ import json
 import sys
 from collections.abc import Iterator
 
-from nemo_rl_core.firewall import AuditReport, AuditRequest, Finding, ModuleResult, ModuleState, Verdict, audit
+from nemo_rl_core.firewall import AuditReport, AuditRequest, Finding, ModuleState, Verdict, audit
 from nemo_rl_core.observability.console import RunConsole
 
 __all__ = ["run"]
@@ -23,6 +23,7 @@ def run(options: argparse.Namespace) -> int:
         python=options.python,
         timeout_s=options.timeout,
         jobs=options.jobs,
+        preload=tuple(dict.fromkeys(options.preload)),
     )
     report = audit(request, _show_progress if sys.stderr.isatty() else None)
     if options.json:
@@ -46,6 +47,8 @@ def _text(report: AuditReport) -> Iterator[str]:
     numbers += [f"{len(report.skipped)} skipped"] if report.skipped else []
     yield f"audit of {report.package} in {report.python} ({report.python_version})"
     yield f"  modules    {', '.join(numbers)}, in {report.seconds:.1f} s"
+    for preload in report.preloads:
+        yield f"  preloaded  {preload.name} ({preload.num_modules} modules, {preload.seconds or 0.0:.1f} s), once for all modules"
     for name in report.forbidden:
         near = f" (did you mean {' or '.join(name.near)}?)" if name.near else ""
         yield f"  forbidden  {name.name}, {'installed' if name.is_installed else 'not installed'} here{near}"
@@ -56,7 +59,7 @@ def _text(report: AuditReport) -> Iterator[str]:
     for finding in report.findings:
         yield ""
         yield from _finding(report, finding)
-    yield from _slowest(report.results)
+    yield from _slowest(report)
     yield from _failures(report)
     if report.skipped:
         yield ""
@@ -69,18 +72,22 @@ def _text(report: AuditReport) -> Iterator[str]:
 def _finding(report: AuditReport, finding: Finding) -> Iterator[str]:
     ask = finding.ask
     number = len(finding.modules)
-    subject = "1 module" if number == 1 else f"{number} modules"
-    is_installed = {name.name: name.is_installed for name in report.forbidden}[ask.rule]
+    preloads = " and ".join(finding.preloads)
+    subject = preloads if not number else "1 module" if number == 1 else f"{number} modules"
+    s = "s" if (number or len(finding.preloads)) == 1 else ""
     if finding.is_loaded:
-        yield f"{subject} {'loads' if number == 1 else 'load'} {ask.rule}"
+        yield f"{subject} load{s} {ask.rule}"
     else:
-        why = "its import fails" if is_installed else "it is not installed here"
-        yield f"{subject} {'asks' if number == 1 else 'ask'} for {ask.rule}: {why}"
+        is_installed = {name.name: name.is_installed for name in report.forbidden}[ask.rule]
+        fails = "its import fails, or it was taken out of sys.modules again"
+        yield f"{subject} ask{s} for {ask.rule}: {fails if is_installed else 'it is not installed here'}"
     if report.package in finding.modules:
         yield f"  {report.package} itself does, so every import of a module below it does"
-    else:
+    elif number:
         more = f" and {number - _NAMES} more" if number > _NAMES else ""
         yield f"  {', '.join(finding.modules[:_NAMES])}{more}"
+    if preloads:
+        yield f"  {'also ' if number else ''}while preloading {preloads}; which modules need that is told without --preload"
     if not ask.line:
         yield "  who asked was not seen: it was loaded past the import system's finders"
         return
@@ -90,17 +97,19 @@ def _finding(report: AuditReport, finding: Finding) -> Iterator[str]:
     yield from (f"    {place}" for place in ask.stack)
 
 
-def _slowest(results: tuple[ModuleResult, ...]) -> Iterator[str]:
+def _slowest(report: AuditReport) -> Iterator[str]:
     """Show the slowest imports; the first result is the package, whose import every other one shares."""
-    package, *others = results
+    package, *others = report.results
     timed = sorted((result for result in others if result.seconds is not None), key=lambda r: -(r.seconds or 0.0))
     if package.seconds is None:
         return
+    beyond = f"{package.name} itself" + (" and the preloads" if report.preloads else "")
     yield ""
-    yield f"slowest {min(_SLOWEST, len(timed)) or ''}".rstrip() + f", each beyond {package.name} itself"
+    yield f"slowest {min(_SLOWEST, len(timed)) or ''}".rstrip() + f", each beyond {beyond}"
     yield "   seconds  modules  name"
-    for result in (package, *timed[:_SLOWEST]):
-        yield f"  {result.seconds:8.3f}  {result.num_modules:7d}  {result.name}"
+    for result in (*report.preloads, package, *timed[:_SLOWEST]):
+        note = " (preloaded)" if result in report.preloads else ""
+        yield f"  {result.seconds:8.3f}  {result.num_modules:7d}  {result.name}{note}"
 
 
 def _failures(report: AuditReport) -> Iterator[str]:
@@ -113,7 +122,8 @@ def _failures(report: AuditReport) -> Iterator[str]:
         if result.state is ModuleState.NOT_TRIED:
             not_tried[str(result.failure)] = not_tried.get(str(result.failure), 0) + 1
             continue
-        yield f"  {result.name}: {result.failure}"
+        # Some messages are pages long; the document has the whole of them.
+        yield f"  {result.name}: {(str(result.failure).splitlines() or [''])[0]}"
         if result.failure is None:
             continue
         yield from (f"      {place}" for place in result.failure.traceback[-1:])

@@ -62,8 +62,11 @@ def _walk(
     skipped: list[tuple[str, str]] = []
     for folder in folders:
         real = os.path.realpath(folder)
-        if real in above or not Path(folder).is_dir():
-            continue  # a link that leads back, or a folder that only an import hook understands
+        if not Path(folder).is_dir():
+            modules |= _behind_a_hook(package, folder, depth)
+            continue
+        if real in above:
+            continue  # a link that leads back
         entries = sorted(os.scandir(folder), key=lambda entry: entry.name)
         for entry in entries:
             if entry.is_file() and (stem := _stem(entry.name)) and stem != "__init__":
@@ -86,6 +89,19 @@ def _walk(
             else:
                 modules.add(name)
     return modules, skipped
+
+
+def _behind_a_hook(package: str, place: str, depth: int) -> set[str]:
+    """Return the names of all modules in what is no folder: a part of a zip file, or nothing that can be listed."""
+    modules: set[str] = set()
+    for found in pkgutil.iter_modules([place]):
+        name = f"{package}.{found.name}"
+        if found.name == "__main__" or not found.name.isidentifier():
+            continue
+        modules.add(name)
+        if found.ispkg and depth > 1:
+            modules |= _behind_a_hook(name, os.path.join(place, found.name), depth - 1)  # noqa: PTH118 - no file's path
+    return modules
 
 
 def _stem(file: str) -> str:

@@ -109,8 +109,8 @@ class ModuleResult:
     Attributes:
         name: Its full name; the first result is that of the package itself.
         state: How the import ended.
-        seconds: What the import took beyond that of the package; None where it did not end.
-        num_modules: How many modules it loaded beyond those of the package; None where it did not end.
+        seconds: What the import took beyond that of the preloads and the package; None where it did not end.
+        num_modules: How many modules it loaded beyond those; None where it did not end.
         loaded: Forbidden name to the number of modules of it that were loaded.
         asks: The first question for each forbidden name.
         failure: Why it was not imported; None where it was.
@@ -133,11 +133,13 @@ class Finding:
         ask: The question, as the first of the modules put it.
         is_loaded: True if the forbidden name was loaded in one of them, False if each attempt failed.
         modules: Names of the modules.
+        preloads: Names of the preloads whose import leads there.
     """
 
     ask: Ask
     is_loaded: bool
     modules: tuple[str, ...]
+    preloads: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,6 +155,7 @@ class AuditReport:
         preloaded: Forbidden name to the number of modules of it that were there before the first import.
         results: The package itself, then each module below it by name.
         skipped: Modules that were not imported on purpose, with the reason.
+        preloads: What was imported before the package, in this order; each counts what it adds to those before it.
     """
 
     package: str
@@ -163,11 +166,12 @@ class AuditReport:
     preloaded: Mapping[str, int]
     results: tuple[ModuleResult, ...]
     skipped: Mapping[str, str]
+    preloads: tuple[ModuleResult, ...] = ()
 
     @property
     def verdict(self) -> Verdict:
         """Found by one module is found; clean needs every module."""
-        if self.preloaded or any(result.loaded or result.asks for result in self.results):
+        if self.preloaded or any(result.loaded or result.asks for result in (*self.preloads, *self.results)):
             return Verdict.FOUND
         return Verdict.NOT_PROVEN if self.failed else Verdict.CLEAN
 
@@ -183,20 +187,22 @@ class AuditReport:
 
     @property
     def findings(self) -> tuple[Finding, ...]:
-        """Each place that asked first, those with the most modules first."""
-        groups: dict[tuple[str, str, int], tuple[Ask, list[ModuleResult]]] = {}
-        for result in self.results:
+        """Each place that asked first: those that a preload leads to, then those with the most modules."""
+        groups: dict[tuple[str, str, int], tuple[Ask, list[ModuleResult], list[ModuleResult]]] = {}
+        for number, result in enumerate((*self.preloads, *self.results)):
             for ask in self._asks_of(result):
-                groups.setdefault((ask.rule, ask.file, ask.line), (ask, []))[1].append(result)
+                _, preloads, results = groups.setdefault((ask.rule, ask.file, ask.line), (ask, [], []))
+                (preloads if number < len(self.preloads) else results).append(result)
         findings = [
             Finding(
                 ask=ask,
-                is_loaded=any(ask.rule in result.loaded for result in results),
+                is_loaded=any(ask.rule in result.loaded for result in (*preloads, *results)),
                 modules=tuple(result.name for result in results),
+                preloads=tuple(result.name for result in preloads),
             )
-            for ask, results in groups.values()
+            for ask, preloads, results in groups.values()
         ]
-        return tuple(sorted(findings, key=lambda finding: -len(finding.modules)))
+        return tuple(sorted(findings, key=lambda finding: (not finding.preloads, -len(finding.modules))))
 
     def _asks_of(self, result: ModuleResult) -> Iterator[Ask]:
         yield from result.asks
@@ -217,9 +223,11 @@ class AuditReport:
             "seconds": round(self.seconds, 3),
             "preloaded": dict(self.preloaded),
             "findings": [
-                {**asdict(finding.ask), "is_loaded": finding.is_loaded, "modules": finding.modules}
+                asdict(finding.ask)
+                | {"is_loaded": finding.is_loaded, "modules": finding.modules, "preloads": finding.preloads}
                 for finding in self.findings
             ],
+            "preloads": [asdict(result) | {"state": result.state.value} for result in self.preloads],
             "modules": [asdict(result) | {"state": result.state.value} for result in self.results],
             "skipped": [{"name": name, "reason": reason} for name, reason in self.skipped.items()],
         }
