@@ -114,7 +114,12 @@ def watching(name, globals=None, locals=None, fromlist=(), level=0):
         note(sys._getframe(1), names, True)
     except Exception as error:
         print("watcher:", type(error).__name__, error, file=sys.stderr)
-    return plain_import(name, globals, locals, fromlist, level)
+    module = plain_import(name, globals, locals, fromlist, level)
+    if fromlist and "*" in fromlist:
+        # `import *` imports the modules that `__all__` names, without asking builtins for each.
+        listed = getattr(module, "__all__", ())
+        note(sys._getframe(1), [f"{base}.{part}" for part in listed if isinstance(part, str)], True)
+    return module
 
 def watching_module(name, package=None):
     if isinstance(name, str):

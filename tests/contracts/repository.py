@@ -63,6 +63,7 @@ class Repository:
             *roots, include_external_packages=True, exclude_type_checking_imports=not typing, cache_dir=None
         )
         session = {"root_packages": list(roots), "include_external_packages": "True"}
+        session |= {} if typing else {"exclude_type_checking_imports": "True"}
         contract = TYPES[kind](
             name="the rule", session_options=session, contract_options={"name": "the rule", **options}
         )

@@ -212,11 +212,20 @@ def places(node: object) -> list[dict]:
     return []
 
 
+def test_two_contracts_of_one_name_are_refused(broken: Repository, command) -> None:
+    """A baseline has a section for each name, so two of them would settle each other's violations."""
+    text = (broken.root / ".importlinter").read_text()
+    (broken.root / ".importlinter").write_text(text + COVERAGE.replace(":files", ":others"))
+    said = command("check")
+    assert said.code == 2
+    assert "two contracts have the name 'All files'" in said.err
+
+
 def test_sarif_has_what_its_schema_requires(broken: Repository, command) -> None:
     """2.1.0, sections 3.13 to 3.37: required properties, their types, and links between them."""
     broken.write({"pkg/with space/c d.py": ""})
     text = (broken.root / ".importlinter").read_text()
-    stale = COVERAGE.replace(":files", ":others") + "exclude = pkg/gone/*  # nothing there\n"
+    stale = COVERAGE.replace(":files", ":others").replace("All files", "Others") + "exclude = pkg/gone/*  # nothing there\n"
     (broken.root / ".importlinter").write_text(text + stale)
     log = json.loads(command("check", "--format", "sarif").out)
     assert log["version"] == "2.1.0"
@@ -300,7 +309,7 @@ def test_a_stale_entry_of_a_baseline_is_2_until_it_is_taken_out(baselined: Repos
     assert json.loads((baselined.root / "known.json").read_text())["known"]["z"] == ["q"]
     said = command("check")
     assert said.code == 0
-    assert "1 known violations remain in known.json" in said.out
+    assert "1 known violation in known.json" in said.out
 
 
 def test_a_baseline_never_grows(baselined: Repository, command) -> None:

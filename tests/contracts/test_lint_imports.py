@@ -148,7 +148,7 @@ def test_a_known_violation_is_a_warning_and_a_stale_one_is_broken(lint, reposito
     options = HEAD.replace("as_packages = True", "baseline = known.json").replace("pkg.fast, pkg.slow", "pkg")
     code, text = lint(options)
     assert code == 0, text
-    assert "1 known violations remain in known.json" in text
+    assert "1 known violation in known.json" in text
     repository.package({"b.py": ""})
     code, text = lint(options)
     assert code == 1

@@ -27,7 +27,7 @@ def mixed(repository: Repository) -> Repository:
 def test_chains_are_counted_by_phase(mixed: Repository, command) -> None:
     said = command("report", "pkg", "--forbid", "pytest")
     assert said.code == 0
-    counts = "5 chains; 2 run at import time (1 of them under a condition), 2 are lazy, 1 are for type checkers only"
+    counts = "5 chains: 2 at import time (1 of them under a condition), 2 lazy, 1 for type checkers only"
     assert f"pytest: {counts}" in said.out
     assert "importing pkg is enough:\n        pkg -> pkg.eager (eager)  pkg/__init__.py:1\n" in said.out
     assert "pkg/lazy.py:2  pkg.lazy imports pytest\n" in said.out
@@ -93,6 +93,9 @@ def test_a_single_file_is_reported_on(repository: Repository, command) -> None:
         ("nobody_has_this", "pytest", "there is no package 'nobody_has_this'"),
         ("no/such/folder", "pytest", "neither a folder nor the name"),
         ("one", "pytst", "Did you mean 'pytest'"),
+        ("one", "pytest.", "is the name of a module; got 'pytest.'"),
+        ("one", "a b", "is the name of a module; got 'a b'"),
+        ("one", "", "is the name of a module; got ''"),
         ("one", "one", "that the rest of it could be kept from"),
         ("one", "one.sub.y", "that the rest of it could be kept from"),
         ("sys", "pytest", "sys"),
@@ -114,14 +117,16 @@ def test_a_target_or_a_name_that_means_nothing_is_2(target, name, words, reposit
 
 def test_a_name_that_only_a_string_imports_is_known(repository: Repository, command) -> None:
     repository.package({"a.py": "__import__('engine_nobody_has.core')\n"})
-    assert "1 chains" in command("report", "pkg", "--forbid", "engine_nobody_has").out
+    assert (
+        "engine_nobody_has: 1 chain: 1 at import time" in command("report", "pkg", "--forbid", "engine_nobody_has").out
+    )
 
 
 def test_files_that_are_not_seen_are_3(mixed: Repository, command) -> None:
     mixed.write({"pkg/sub/x.py": "import pytest\n"})
     said = command("report", "pkg", "--forbid", "pytest")
     assert said.code == 3
-    assert "Not covered: 1 files\n    pkg/sub/x.py: the folder 'sub' has no __init__.py" in said.out
+    assert "Not covered: 1 file\n    pkg/sub/x.py: the folder 'sub' has no __init__.py" in said.out
 
 
 def test_a_baseline_of_a_report_holds_what_runs_at_import_and_may_only_shrink(mixed: Repository, command) -> None:
@@ -169,6 +174,18 @@ def test_init_overwrites_nothing(mixed: Repository, command) -> None:
         (mixed.root / name).unlink()
     assert command("init", "pkg", "--forbid", "pytst").code == 2
     assert not (mixed.root / ".importlinter").exists()
+
+
+def test_a_file_that_cannot_be_written_is_2_and_leaves_nothing_behind(mixed: Repository, command) -> None:
+    before = sorted(mixed.root.iterdir())
+    for options in (["--config", "no/folder/x.ini"], ["--baseline", "no/folder/x.json"]):
+        said = command("init", "pkg", "--forbid", "pytest", *options)
+        assert said.code == 2
+        assert "can't be written" in said.err
+        assert sorted(mixed.root.iterdir()) == before
+    said = command("report", "pkg", "--forbid", "pytest", "--no-cache", "--write-baseline", "no/folder/x.json")
+    assert said.code == 2
+    assert "can't be written" in said.err
 
 
 def test_init_takes_names_that_are_imported_and_known_nowhere(repository: Repository, command) -> None:

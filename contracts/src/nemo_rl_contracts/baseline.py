@@ -94,12 +94,19 @@ class Baseline:
         return Baseline(path=self.path, sections={**self.sections, section: keys})
 
     def write(self) -> None:
-        """Write the file, in an order that diffs well."""
+        """Write the file, in an order that diffs well.
+
+        Raises:
+            MisconfiguredError: If it can't be written.
+        """
         known = {name: sorted(keys) for name, keys in sorted(self.sections.items())}
         text = json.dumps({"schema": _SCHEMA, "known": known}, indent=2, ensure_ascii=False) + "\n"
         aside = self.path.with_name(self.path.name + ".tmp")
-        aside.write_text(text, encoding="utf-8")
-        aside.replace(self.path)
+        try:
+            aside.write_text(text, encoding="utf-8")
+            aside.replace(self.path)
+        except OSError as error:
+            raise MisconfiguredError(f"the baseline {self.path} can't be written: {error}") from error
 
 
 def _is_sections(value: object) -> bool:

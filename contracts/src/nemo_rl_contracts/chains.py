@@ -206,8 +206,8 @@ class ImportMap:
         for found in self.reader.imports(module):
             if found.module.startswith("."):
                 continue  # its package is unknown or it goes above the top: Python would refuse it too
-            for imported, names in self._targets(found):
-                common = {"importer": module, "phase": found.phase, "guarded": found.guarded}
+            for imported, names, phase in self._targets(found):
+                common = {"importer": module, "phase": phase, "guarded": found.guarded}
                 if imported != module:
                     yield Edge(**common, imported=imported, names=names, lineno=found.lineno, form=found.form)
                 if imported in self.modules:
@@ -217,21 +217,23 @@ class ImportMap:
                                 **common, imported=package, lineno=found.lineno, form=found.form, initialiser=True
                             )
 
-    def _targets(self, found: FoundImport) -> Iterator[tuple[str, tuple[str, ...]]]:
+    def _targets(self, found: FoundImport) -> Iterator[tuple[str, tuple[str, ...], Phase]]:
         """Turn what is written into modules: `from a import b` is `a.b` where that is a module, else `a`."""
         if not self._is_internal(found.module):
-            yield found.module, tuple(name for name in found.names if name != "*")
+            yield found.module, tuple(name for name in found.names if name != "*"), found.phase
             return
-        written = {f"{found.module}.{name}" for name in found.names} or {found.module}
+        written = dict.fromkeys([f"{found.module}.{name}" for name in found.names] or [found.module], found.phase)
         if found.names == ("*",) and found.module in self.reader.files:
-            written |= {f"{found.module}.{name}" for name in self.reader.exported(found.module)}
-        # A name that is no module is an attribute, or is made at run time: then its package is what is imported.
-        known = {
-            next((name for name in [target, *reversed(ancestors(target))] if name in self.modules), "")
-            for target in written
-        }
-        for target in sorted(known - {""}):
-            yield target, ()
+            for name, is_sure in self.reader.exported(found.module).items():
+                phase = found.phase if is_sure else found.phase.then(Phase.CONDITIONAL)
+                written[f"{found.module}.{name}"] = phase
+        known: dict[str, Phase] = {}
+        for target, phase in written.items():
+            # A name that is no module is an attribute, or is made at run time: then its package is what is imported.
+            hit = next((name for name in [target, *reversed(ancestors(target))] if name in self.modules), "")
+            known[hit] = min(phase, known.get(hit, phase), key=lambda one: one.rank)
+        for target in sorted(known.keys() - {""}):
+            yield target, (), known[target]
 
     def _is_internal(self, name: str) -> bool:
         return name in self.modules or any(package in self.modules for package in ancestors(name))

@@ -18,7 +18,7 @@ from nemo_rl_contracts.known_names import KnownNames
 from nemo_rl_contracts.phases import Phase
 from nemo_rl_contracts.running import build_graph
 from nemo_rl_contracts.sources import Reader, find_sources, package_folders, shown
-from nemo_rl_contracts.violations import Hop, Violation, hops_of
+from nemo_rl_contracts.violations import Hop, Violation, counted, hops_of
 
 __all__ = ["NameReport", "Report", "locate", "report", "unknown_names"]
 
@@ -26,7 +26,6 @@ _WHEN = {
     Phase.EAGER: "load it when they are imported",
     Phase.CONDITIONAL: "may load it when they are imported, under a condition",
     Phase.LAZY: "load it when some function is called",
-    Phase.TYPING: "name it for type checkers only",
 }
 
 
@@ -82,11 +81,11 @@ class Report:
 
     def as_text(self) -> str:
         """Return it for people."""
-        lines = [f"{self.package}: {self.num_modules} modules"]
+        lines = [f"{self.package}: {counted(self.num_modules, 'module')}"]
         if self.num_compiled:
-            lines[0] += f", and {self.num_compiled} compiled ones that have no source to read"
+            lines[0] += f", and {self.num_compiled} compiled without a source to read"
         if self.uncovered:
-            lines.append(f"Not covered: {len(self.uncovered)} files")
+            lines.append(f"Not covered: {counted(len(self.uncovered), 'file')}")
             lines += [f"    {text}" for text in self.uncovered[:10]]
             lines += [f"    and {len(self.uncovered) - 10} more"] if len(self.uncovered) > 10 else []
         for name in self.names:
@@ -95,13 +94,14 @@ class Report:
 
     def _about(self, name: NameReport) -> list[str]:
         at_import = name.count(Phase.EAGER, Phase.CONDITIONAL)
+        maybe = name.count(Phase.CONDITIONAL)
         lines = [
-            f"{name.name}: {len(name.causes)} chains; {at_import} run at import time "
-            f"({name.count(Phase.CONDITIONAL)} of them under a condition), {name.count(Phase.LAZY)} are lazy, "
-            f"{name.count(Phase.TYPING)} are for type checkers only"
+            f"{name.name}: {counted(len(name.causes), 'chain')}: {at_import} at import time"
+            + (f" ({maybe} of them under a condition)" if maybe else "")
+            + f", {name.count(Phase.LAZY)} lazy, {name.count(Phase.TYPING)} for type checkers only"
         ]
         reached = Counter(name.reached.values())
-        for phase in Phase:
+        for phase in _WHEN:  # what only type checkers follow loads nothing
             if reached[phase]:
                 lines.append(f"    {reached[phase]} of {self.num_modules} modules {_WHEN[phase]}")
         if name.from_top:
@@ -273,6 +273,8 @@ def unknown_names(package: str, names: Sequence[str]) -> list[str]:
 
 
 def _report_name(imports: ImportMap, package: str, name: str) -> NameReport:
+    if not all(part.isidentifier() for part in name.split(".")):
+        raise MisconfiguredError(f"what must not be reached is the name of a module; got {name!r}")
     if covers(package, name):
         if name not in imports.modules or name == package:
             raise MisconfiguredError(f"{name!r} is no module of {package!r} that the rest of it could be kept from")

@@ -17,7 +17,7 @@ from importlinter.api import read_configuration
 from importlinter.domain.contract import InvalidContractOptions
 
 from nemo_rl_contracts import contract_types
-from nemo_rl_contracts.contract_types.base import NO_CACHE, FirewallContract, root_packages
+from nemo_rl_contracts.contract_types.base import NO_CACHE, FirewallContract, is_on, root_packages
 from nemo_rl_contracts.errors import MisconfiguredError, NotCoveredError
 from nemo_rl_contracts.sources import package_folders
 from nemo_rl_contracts.violations import Violation
@@ -139,6 +139,11 @@ def read(path: Path | None) -> Configuration:
         for options in raw["contracts_options"]
         if options.get("type") in registered
     ]
+    names = [str(options.get("name", "")) for _, options in contracts]
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        raise MisconfiguredError(
+            f"two contracts have the name {twice[0]!r}; a baseline and a reader tell them apart by it"
+        )
     if not contracts:
         raise MisconfiguredError(
             f"the configuration has no contract of the types {', '.join(sorted(OUR_TYPES))}; `nemo-rl-contracts init` "
@@ -231,7 +236,7 @@ def run(configuration: Configuration, *, cache_dir: str | None = GRAPH_CACHE) ->
     session = {**configuration.session, NO_CACHE: cache_dir is None}
     graph = build_graph(
         root_packages(session),
-        exclude_type_checking=str(session.get("exclude_type_checking_imports", "")).strip().lower() == "true",
+        exclude_type_checking=is_on(session, "exclude_type_checking_imports"),
         cache_dir=cache_dir,
     )
     contracts = list(configuration.contracts)

@@ -225,24 +225,29 @@ class Reader:
             name.rpartition(".")[2].encode() in source for name in self._functions
         )
 
-    def exported(self, module: str) -> frozenset[str]:
-        """Return the texts in the statements that make a module's ``__all__``: what ``import *`` takes is among them.
+    def exported(self, module: str) -> Mapping[str, bool]:
+        """Return the names that ``import *`` takes from a module, as far as the statements that make ``__all__`` show them.
+
+        Returns:
+            Name to whether it is sure to be there: it stands in a list of texts, and not in something computed.
 
         Raises:
             NotCoveredError: As ``imports``.
         """
         source = self.source(module)
         if b"__all__" not in source:
-            return frozenset()
+            return {}
         self.imports(module)  # a file that can't be parsed is told of there
-        nodes = [list(ast.walk(statement)) for statement in ast.parse(source).body]
-        return frozenset(
-            node.value
-            for parts in nodes
-            if any(isinstance(node, ast.Name) and node.id == "__all__" for node in parts)
-            for node in parts
-            if isinstance(node, ast.Constant) and isinstance(node.value, str)
-        )
+        found: dict[str, bool] = {}
+        for statement in ast.parse(source).body:
+            parts = list(ast.walk(statement))
+            if any(isinstance(node, ast.Name) and node.id == "__all__" for node in parts):
+                value = getattr(statement, "value", None)
+                written = value.elts if isinstance(value, (ast.List, ast.Tuple)) else []
+                for node in parts:
+                    if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                        found[node.value] = found.get(node.value, False) or node in written
+        return found
 
     def save(self) -> None:
         """Write what was learnt to the cache, if there is one."""

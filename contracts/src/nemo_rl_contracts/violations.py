@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from nemo_rl_contracts.chains import Chain, Edge, ImportMap
 
-__all__ = ["Hop", "Violation", "hops_of"]
+__all__ = ["Hop", "Violation", "counted", "hops_of"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,3 +82,8 @@ def _note(edge: Edge) -> str:
         "by a function" if edge.form == "dynamic" else "",
     ]
     return ", ".join(filter(None, notes))
+
+
+def counted(number: int, noun: str) -> str:
+    """Return a number with its noun: ``1 file``, ``2 files``."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"

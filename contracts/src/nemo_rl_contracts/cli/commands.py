@@ -15,8 +15,9 @@ from nemo_rl_contracts.formats import render
 from nemo_rl_contracts.phases import Phase
 from nemo_rl_contracts.reporting import Report, locate, unknown_names
 from nemo_rl_contracts.reporting import report as make_report
-from nemo_rl_contracts.running import Configuration, ExitCode, exit_code, put_on_path, read, run
+from nemo_rl_contracts.running import Configuration, ExitCode, Outcome, exit_code, put_on_path, read, run
 from nemo_rl_contracts.sources import CACHE_FOLDER, shown
+from nemo_rl_contracts.violations import counted
 
 __all__ = ["check", "init", "report"]
 
@@ -89,7 +90,7 @@ def _settle(found: Report, options: Namespace) -> ExitCode:
     if file := options.write_baseline:
         before = Baseline.read(file) if file.exists() else Baseline(path=file)
         before.with_section(section, found.violations()).write()
-        print(f"{file}: {len(found.violations())} known violations written", file=sys.stderr)
+        print(f"{file}: {counted(len(found.violations()), 'known violation')} written", file=sys.stderr)
     if file := options.shrink_baseline:
         before = Baseline.read(file)
         after = before.shrunk(section, found.violations())
@@ -98,7 +99,7 @@ def _settle(found: Report, options: Namespace) -> ExitCode:
         print(f"{file}: {gone} entries taken out", file=sys.stderr)
     if file := options.baseline:
         new, known = Baseline.read(file).settle(section, found.violations())
-        print(f"{known} known violations remain in {file}, {len(new)} are new", file=sys.stderr)
+        print(f"{counted(known, 'known violation')} in {file}, {len(new)} new", file=sys.stderr)
         for violation in new:
             print(f"new: {violation.file}:{violation.line}: {violation.message}", file=sys.stderr)
         return ExitCode.BROKEN if new else ExitCode.KEPT
@@ -142,16 +143,31 @@ def init(options: Namespace) -> ExitCode:
         raise NotCoveredError("\n".join(rule.uncovered))
     known = rule.violations
     if known:
-        Baseline(path=options.baseline).with_section(rule.name, known).write()
         contract["baseline"] = str(options.baseline)
-    options.config.write_text(_configuration(package, contract), encoding="utf-8")
+    _write_both(options, _configuration(package, contract), Baseline(path=options.baseline), rule)
     print(f"{options.config} written for {shown(folders[0])}")
     if known:
-        print(f"{options.baseline} written: {len(known)} imports run at import time today; the list may only shrink")
+        print(
+            f"{options.baseline} written: {counted(len(known), 'chain')} at import time today; the list may only shrink"
+        )
     for violation in coverage.violations:
         print(f"not covered: {violation.message}")
     print("Next: `nemo-rl-contracts check`, here and in CI.")
     return coverage.verdict
+
+
+def _write_both(options: Namespace, configuration: str, baseline: Baseline, rule: Outcome) -> None:
+    """Write a configuration, and the baseline that it names if there is something known; both or none."""
+    try:
+        options.config.write_text(configuration, encoding="utf-8")
+    except OSError as error:
+        raise MisconfiguredError(f"{options.config} can't be written: {error}") from error
+    if rule.violations:
+        try:
+            baseline.with_section(rule.name, rule.violations).write()
+        except MisconfiguredError:
+            options.config.unlink()
+            raise
 
 
 def _configuration(package: str, contract: Mapping[str, str | list[str]]) -> str:

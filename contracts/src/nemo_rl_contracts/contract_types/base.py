@@ -22,7 +22,7 @@ from nemo_rl_contracts.patterns import matches
 from nemo_rl_contracts.sources import CACHE_FOLDER, Reader, find_sources
 from nemo_rl_contracts.violations import Violation
 
-__all__ = ["NO_CACHE", "FirewallContract", "read_import_map", "root_packages", "select_modules"]
+__all__ = ["NO_CACHE", "FirewallContract", "is_on", "read_import_map", "root_packages", "select_modules"]
 
 #: Set in the session options by whoever wants nothing kept between runs; import-linter itself has no such option.
 NO_CACHE = "nemo_rl_contracts_no_cache"
@@ -58,6 +58,7 @@ class FirewallContract(Contract):
         del verbose
         metadata: dict[str, Any] = {"violations": [], "problems": [], "uncovered": [], "notes": []}
         self._notes: list[str] = metadata["notes"]
+        self._warnings: list[str] = []
         try:
             self._require_known_options()
             metadata["violations"] = self.examine(graph)
@@ -67,12 +68,19 @@ class FirewallContract(Contract):
             metadata["uncovered"] = str(error).splitlines()
         kept = not (metadata["violations"] or metadata["problems"] or metadata["uncovered"])
         # import-linter takes words in square brackets for styles; ours may be extras.
-        warnings = [note.replace("[", "\\[") for note in metadata["notes"]]
+        warnings = [warning.replace("[", "\\[") for warning in self._warnings]
         return ContractCheck(kept=kept, metadata=metadata, warnings=warnings)
 
-    def note(self, text: str) -> None:
-        """Add something that a reader should know and that breaks nothing."""
+    def note(self, text: str, *, warn: bool = False) -> None:
+        """Add something that a reader should know and that breaks nothing.
+
+        Args:
+            text: One line.
+            warn: Whether it is something to be changed one day; `lint-imports` prints such lines as warnings.
+        """
         self._notes.append(text)
+        if warn:
+            self._warnings.append(text)
 
     def render_broken_contract(self, check: ContractCheck) -> None:
         """Print what was found; see the base class.
@@ -116,6 +124,11 @@ def root_packages(session_options: Mapping[str, Any]) -> list[str]:
     return names
 
 
+def is_on(session_options: Mapping[str, Any], option: str) -> bool:
+    """Tell whether a yes-or-no option at the top of a configuration says yes."""
+    return str(session_options.get(option, "")).strip().lower() == "true"
+
+
 def read_import_map(
     graph: ImportGraph, session_options: Mapping[str, Any], *, import_functions: Iterable[str] = ()
 ) -> ImportMap:
@@ -129,7 +142,7 @@ def read_import_map(
     Raises:
         MisconfiguredError: If the graph has no external packages, or a root package can't be found.
     """
-    if str(session_options.get("include_external_packages", "")).strip().lower() != "true":
+    if not is_on(session_options, "include_external_packages"):
         raise MisconfiguredError(
             "without 'include_external_packages = True' at the top of the configuration no import of another package is "
             "seen; add that line"

@@ -11,7 +11,7 @@ from nemo_rl_contracts.contract_types.options import texts
 from nemo_rl_contracts.errors import MisconfiguredError
 from nemo_rl_contracts.patterns import parse_reasoned
 from nemo_rl_contracts.sources import Stray, find_sources, shown
-from nemo_rl_contracts.violations import Violation
+from nemo_rl_contracts.violations import Violation, counted
 
 __all__ = ["CoverageContract", "uncovered_files"]
 
@@ -44,8 +44,12 @@ class CoverageContract(FirewallContract):
                 "\n".join(f"exclude lists {pattern!r}, which leaves no file out; take it out" for pattern in useless)
             )
         if compiled:
-            self.note(f"{len(compiled)} compiled modules have no source to read, {shown(compiled[0].path)} among them")
-        self.note(f"{total} files, {len(strays) - len(kept)} of them left out on purpose")
+            self.note(
+                f"{len(compiled)} compiled modules have no source to read, {shown(compiled[0].path)} among them",
+                warn=True,
+            )
+        left_out = len(strays) - len(kept)
+        self.note(counted(total, "file") + (f", {left_out} of them left out on purpose" if left_out else ""))
         return [
             Violation(
                 rule=self.rule,

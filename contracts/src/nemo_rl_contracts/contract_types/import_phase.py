@@ -8,13 +8,19 @@ from grimp import ImportGraph
 
 from nemo_rl_contracts.baseline import Baseline
 from nemo_rl_contracts.chains import Chain, ImportMap, covers, find_chains
-from nemo_rl_contracts.contract_types.base import FirewallContract, read_import_map, root_packages, select_modules
+from nemo_rl_contracts.contract_types.base import (
+    FirewallContract,
+    is_on,
+    read_import_map,
+    root_packages,
+    select_modules,
+)
 from nemo_rl_contracts.contract_types.options import flag, required_texts, text, texts
 from nemo_rl_contracts.errors import MisconfiguredError
 from nemo_rl_contracts.known_names import KnownNames
 from nemo_rl_contracts.patterns import AllowList
 from nemo_rl_contracts.phases import Phase
-from nemo_rl_contracts.violations import Hop, Violation, hops_of
+from nemo_rl_contracts.violations import Hop, Violation, counted, hops_of
 
 __all__ = ["ImportPhaseContract", "parse_phases"]
 
@@ -62,6 +68,11 @@ class ImportPhaseContract(FirewallContract):
             graph: The import graph.
         """
         phases = parse_phases(self.phases)
+        if Phase.TYPING in phases and is_on(self.session_options, "exclude_type_checking_imports"):
+            raise MisconfiguredError(
+                "phases lists typing, and exclude_type_checking_imports = True at the top of the configuration leaves such "
+                "imports out; take one of the two out"
+            )
         roots = root_packages(self.session_options)
         imports = read_import_map(graph, self.session_options, import_functions=self.import_functions)
         sources = self._sources(imports)
@@ -82,7 +93,7 @@ class ImportPhaseContract(FirewallContract):
         violations = [_violation(chain, imports, sources) for chain in chains]
         if self.baseline:
             violations, known_ones = Baseline.read(Path(self.baseline)).settle(self.name, violations)
-            self.note(f"{known_ones} known violations remain in {self.baseline}")
+            self.note(f"{counted(known_ones, 'known violation')} in {self.baseline}", warn=True)
         return violations
 
     def _sources(self, imports: ImportMap) -> set[str]:
