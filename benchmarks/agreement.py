@@ -386,8 +386,8 @@ def as_markdown(all_found: Sequence[Agreement]) -> str:
 
 
 def _version(package: str) -> str:
-    owners = importlib.metadata.packages_distributions().get(package, [])
-    return importlib.metadata.version(owners[0]) if owners else ""
+    owners = importlib.metadata.packages_distributions().get(package, [package])  # editable ones are not listed there
+    return importlib.metadata.version(owners[0])
 
 
 def main() -> None:

@@ -18,6 +18,7 @@ __all__ = [
     "ClusterError",
     "ConfigError",
     "DataError",
+    "EnvironmentBuildError",
     "EnvironmentLookupError",
     "GenerationError",
     "ModelError",
@@ -102,7 +103,11 @@ class BackendDuplicateError(BackendError):
 
 
 class EnvironmentLookupError(NemoRLError, LookupError):
-    """No environment is registered for a worker class."""
+    """No environment is registered for a worker class, or the one that is meant is not there."""
+
+
+class EnvironmentBuildError(NemoRLError, RuntimeError):
+    """An environment could not be built; the message holds the end of the builder's log."""
 
 
 class ClusterError(NemoRLError, RuntimeError):

@@ -67,7 +67,7 @@ def test_the_document_holds_all_that_was_found(python, capfd):
     document = json.loads(out)
     assert set(document) == {
         *("schema", "package", "forbid", "python", "verdict", "exit_code", "seconds"),
-        *("preloaded", "findings", "modules", "skipped"),
+        *("preloaded", "preloads", "findings", "modules", "skipped"),
     }
     assert document["forbid"] == [
         {"name": "engine", "is_installed": True, "near": []},
@@ -96,6 +96,21 @@ def test_the_text_names_each_first_asker_once_with_its_modules_and_its_stack(pyt
     assert "forbidden  engine, installed here" in out
 
 
+def test_text_and_document_tell_apart_what_a_preload_does(python, capfd):
+    code, out, _ = run(capfd, python, "clean", "--preload", "loads.b")
+    assert code == 1
+    assert "preloaded  loads.b (3 modules, " in out
+    assert "loads.b loads engine\n  while preloading loads.b; " in out
+    assert "slowest 1, each beyond clean itself and the preloads\n" in out
+    assert re.search(r"seconds +modules +name\n +[\d.]+ +3 +loads\.b \(preloaded\)\n +[\d.]+ +1 +clean\n", out)
+    code, out, _ = run(capfd, python, "clean", "--json", "--preload", "loads.b", "--preload", "loads.b")
+    document = json.loads(out)
+    assert (code, document["schema"], document["exit_code"]) == (1, 1, 1)
+    (preload,) = document["preloads"]
+    assert (preload["name"], preload["state"], preload["loaded"]) == ("loads.b", "imported", {"engine": 1})
+    assert [(found["modules"], found["preloads"]) for found in document["findings"]] == [([], ["loads.b"])]
+
+
 def test_the_text_says_why_something_is_not_proven(python, capfd):
     _, out, _ = run(capfd, python, "broken")
     assert "broken.a: ModuleNotFoundError: No module named 'no_such_dependency'" in out
@@ -112,6 +127,11 @@ def test_the_text_says_why_something_is_not_proven(python, capfd):
         ("clean", ["--jobs", "0"], "--jobs is at least 1"),
         ("engine", [], "itself is covered by --forbid engine"),
         ("clean", ["--python", "no/such/python"], "--python takes the path of an interpreter"),
+        ("clean", ["--python", "~nobody-of-this-name/python"], "--python takes the path of an interpreter"),
+        ("clean", ["--preload", "no-name"], "--preload takes the name"),
+        ("clean", ["--preload", "engine.config"], "--preload engine.config is covered by --forbid engine"),
+        ("clean", ["--preload", "cleen"], "--preload cleen cannot be imported, and nothing was audited"),
+        ("clean", ["--preload", "broken.b"], "ended with exit code 9 while it preloaded broken.b"),
     ],
 )
 def test_what_cannot_be_audited_ends_with_2_and_prints_no_document(package, more, words, python, capfd):
@@ -119,6 +139,16 @@ def test_what_cannot_be_audited_ends_with_2_and_prints_no_document(package, more
     assert (code, out) == (2, "")
     assert words in err
     assert "Traceback" not in err
+
+
+def test_it_runs_where_the_current_folder_is_gone(python, tmp_path, monkeypatch, capfd):
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    assert run(capfd, python, "clean")[0] == 0
+    code, _, err = run(capfd, "bin/python", "clean")
+    assert code == 2
+    assert "--python takes the path of an interpreter" in err
 
 
 @pytest.mark.parametrize("arguments", [["audit"], ["audit", "clean"], [], ["audit", "clean", "--forbid"]])

@@ -38,10 +38,17 @@ class Installation:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(text)
 
-    def audit(self, package: str, *forbid: str, timeout_s: float = 30.0, jobs: int = 1) -> AuditReport:
+    def audit(
+        self, package: str, *forbid: str, timeout_s: float = 30.0, jobs: int = 1, preload: tuple[str, ...] = ()
+    ) -> AuditReport:
         return audit(
             AuditRequest(
-                package=package, forbid=forbid or ("engine",), python=self.python, timeout_s=timeout_s, jobs=jobs
+                package=package,
+                forbid=forbid or ("engine",),
+                python=self.python,
+                timeout_s=timeout_s,
+                jobs=jobs,
+                preload=preload,
             )
         )
 

@@ -5,6 +5,7 @@ import contextlib
 import subprocess
 import sys
 import textwrap
+import zipfile
 
 import pytest
 
@@ -150,6 +151,13 @@ def test_a_probe_is_no_import_and_audit_and_guard_agree_on_what_one_is(installat
         assert bool(read().violations or read().attempts) == found
 
 
+def test_a_probe_below_an_absent_package_is_no_import(installation):
+    """F21: the standard library imports the parent for it, and fails."""
+    code = "import importlib.util\ntry:\n    importlib.util.find_spec('absent.config')\nexcept ImportError:\n    pass\n"
+    installation.write({"lib/__init__.py": "", "lib/asks.py": code})
+    assert installation.audit("lib", "absent").verdict is Verdict.CLEAN
+
+
 def test_a_probe_that_loads_the_parent_is_found(installation):
     installation.write(
         {"lib/__init__.py": "", "lib/asks.py": "import importlib.util\nimportlib.util.find_spec('engine.config')\n"}
@@ -269,6 +277,25 @@ def test_every_kind_of_module_is_found_and_what_is_none_is_skipped_with_the_reas
     assert report.verdict is Verdict.CLEAN
     assert set(report.skipped) == {"lib.__main__", "lib.my-script", "lib.native"}
     assert "would run" in report.skipped["lib.__main__"]
+
+
+def test_a_zipped_package_is_audited_to_its_last_module(installation, tmp_path):
+    """A folder that is none has modules too: without them a package that loads the engine would be clean."""
+    files = {
+        "zipped/__init__.py": "",
+        "zipped/a.py": "",
+        "zipped/deep/__init__.py": "",
+        "zipped/deep/b.py": "import engine\n",
+    }
+    with zipfile.ZipFile(tmp_path / "zipped.zip", "w") as archive:
+        for name, text in {**files, "zipped/__main__.py": "raise SystemExit\n"}.items():
+            archive.writestr(name, text)
+    installation.write({"zipped.pth": f"{tmp_path / 'zipped.zip'}\n"})
+    report = installation.audit("zipped")
+    assert [result.name for result in report.results] == ["zipped", "zipped.a", "zipped.deep", "zipped.deep.b"]
+    assert [finding.modules for finding in report.findings] == [("zipped.deep.b",)]
+    assert set(report.skipped) == {"zipped.__main__"}
+    assert installation.audit("zipped.deep").verdict is Verdict.FOUND
 
 
 def test_a_single_file_a_part_of_a_package_and_a_namespace_can_be_audited(installation):

@@ -179,6 +179,110 @@ def test_an_observer_that_is_killed_leaves_the_rest_unproven(installation):
         assert "was ended by SIGKILL" in str(results[name].failure)
 
 
+@pytest.mark.parametrize("name", ["lib/__init__.py", "heavy.py"])
+def test_a_package_or_a_preload_that_forks_is_audited_once(installation, tmp_path, name):
+    """Its child would go on as a second observer otherwise, which has the time to import everything before the first."""
+    note = tmp_path / "imports"
+    count = f"with open({str(note)!r}, 'a') as file:\n    file.write('x')\n"
+    files = {"lib/__init__.py": "", "heavy.py": "", "lib/a.py": "import engine\n", "lib/b.py": count}
+    installation.write({**files, name: "import os, time\nif os.fork():\n    time.sleep(1.0)\n"})
+    report = installation.audit("lib", preload=("heavy",))
+    assert [result.state for result in report.results] == [ModuleState.IMPORTED] * 3
+    assert [finding.modules for finding in report.findings] == [("lib.a",)]
+    assert note.read_text() == "x"
+
+
+def test_a_module_can_print_and_start_programs_where_the_package_closes_every_descriptor(installation):
+    work = "import os\nos.write(1, b'one ')\nos.write(2, b'two')\nassert os.read(0, 1) == b''\nraise OSError\n"
+    installation.write({"lib/__init__.py": "import os\nos.closerange(0, 100)\n", "lib/a.py": work})
+    failure = by_name(installation.audit("lib"))["lib.a"].failure
+    assert failure is not None
+    assert (failure.type, failure.output) == ("OSError", "one two")
+
+
+def test_each_module_has_a_current_folder_of_its_own_that_it_may_fill_or_remove(installation):
+    """F18: what one module does there is no other one's business."""
+    fills = "open('lock', 'x').close()\n"
+    removes = "import os\nos.rmdir(os.getcwd())\n"
+    files = {"lib/__init__.py": "", "lib/a.py": fills, "lib/b.py": fills, "lib/c.py": removes, "lib/d.py": removes}
+    installation.write(files)
+    report = installation.audit("lib")
+    assert [str(result.failure) for result in report.failed] == []
+    chosen = {
+        "lib/__init__.py": "import os\nos.chdir(os.sep)\n",
+        "lib/a.py": "import os\nassert os.getcwd() == os.sep\n",
+    }
+    installation.write({**dict.fromkeys(files, ""), **chosen})
+    assert installation.audit("lib").verdict is Verdict.CLEAN
+
+
+def test_results_that_a_later_module_removes_are_kept(installation):
+    text = (
+        "import os\nfor name in os.listdir('..'):\n    if name.startswith('result'):\n        os.remove(f'../{name}')\n"
+    )
+    installation.write({"lib/__init__.py": "", "lib/a.py": "import engine\n", "lib/b.py": text, "lib/c.py": ""})
+    report = installation.audit("lib")
+    assert [finding.modules for finding in report.findings] == [("lib.a",)]
+    assert report.failed == ()
+
+
+def test_a_package_that_prints_without_end_fills_no_disk(installation):
+    text = (
+        "import os, time\n"
+        "for _ in range(40):\n    os.write(1, b'x' * 1_000_000)\n    time.sleep(0.1)\n"
+        "raise RuntimeError(os.fstat(1).st_size)\n"
+    )
+    installation.write({"lib.py": text})
+    failure = installation.audit("lib").package_result.failure
+    assert failure is not None
+    assert int(failure.text) < 20_000_000
+
+
+#: Ways to have had the engine, or to have asked for it, and to show nothing of it afterwards; and the line that asks.
+HIDING = {
+    "removed": ("import sys\nimport engine\ndel sys.modules['engine']\n", 2),
+    "no_finders": ("import sys\nsys.meta_path.clear()\ntry:\n    import engine\nexcept ImportError:\n    pass\n", 4),
+    "halted": (
+        "import sys\nsys.modules['engine'] = None\ntry:\n    import engine\nexcept ImportError:\n    pass\n",
+        4,
+    ),
+    "in_a_thread": (
+        "import threading\ndef load():\n    import engine\nthread = threading.Thread(target=load)\n"
+        "thread.start()\nthread.join()\n",
+        3,
+    ),
+    "by_a_name_that_is_no_text": ("import sys\nsys.modules[3] = sys\nimport engine\n", 3),
+}
+
+
+@pytest.mark.parametrize("way", HIDING)
+def test_who_hides_the_engine_again_is_found_with_the_line_that_asks(installation, way):
+    text, line = HIDING[way]
+    installation.write({"lib/__init__.py": "", "lib/a.py": text, "lib/b.py": ""})
+    report = installation.audit("lib")
+    assert [finding.modules for finding in report.findings] == [("lib.a",)]
+    assert (report.findings[0].ask.importer, report.findings[0].ask.line) == ("lib.a", line)
+
+
+def test_a_finder_of_the_package_that_answers_first_leaves_the_asker_known(installation):
+    first = (
+        "import sys\nfrom importlib.machinery import PathFinder\n"
+        "class First:\n    find_spec = staticmethod(PathFinder.find_spec)\nsys.meta_path.insert(0, First)\n"
+    )
+    files = {"lib/__init__.py": first, "lib/a.py": "import importlib\nimportlib.import_module('engine')\n"}
+    installation.write(files)
+    assert installation.audit("lib").findings[0].ask.importer == "lib.a"
+
+
+def test_a_thread_that_is_left_running_has_a_moment_to_import(installation):
+    text = (
+        "import threading, time\ndef load():\n    time.sleep(0.1)\n    import engine\n"
+        "threading.Thread(target=load).start()\n"
+    )
+    installation.write({"lib/__init__.py": "", "lib/a.py": text})
+    assert [finding.modules for finding in installation.audit("lib").findings] == [("lib.a",)]
+
+
 def wait_for(path: Path) -> int:
     """Return the process id that a module writes into a file."""
     deadline = time.monotonic() + DEADLINE_S
@@ -190,28 +294,32 @@ def wait_for(path: Path) -> int:
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 @pytest.mark.parametrize("where", ["__init__", "a"])
-def test_an_audit_that_is_ended_leaves_no_process_behind(installation, tmp_path, where, number):
-    note = tmp_path / "pid"
-    text = (
-        f"import os, time\nwith open({str(note)!r}, 'w') as file:\n    file.write(str(os.getpid()))\ntime.sleep(3600)\n"
-    )
-    installation.write({"lib/__init__.py": "", "lib/a.py": "", f"lib/{where}.py": text})
+@pytest.mark.parametrize("first", ["", "import signal\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\n"])
+def test_an_audit_that_is_ended_leaves_neither_a_process_nor_a_folder_behind(
+    installation, tmp_path, where, number, first
+):
+    """Also where nothing of it can run any more, and where the package does not heed a polite end."""
+    note, temporary = tmp_path / "pid", tmp_path / "temporary"
+    temporary.mkdir()
+    text = f"import os, time\nwith open({str(note)!r}, 'w') as file:\n    file.write(str(os.getpid()))\n"
+    installation.write({"lib/__init__.py": "", "lib/a.py": "", f"lib/{where}.py": f"{first}{text}time.sleep(3600)\n"})
     command = [sys.executable, "-m", "nemo_rl_core", "firewall", "audit", "lib", "--forbid", "engine"]
-    audit = subprocess.Popen(
+    process = subprocess.Popen(
         [*command, "--python", installation.python],
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
-        env={**os.environ, "TMPDIR": str(tmp_path)},
+        env={**os.environ, "TMPDIR": str(temporary)},
     )
     try:
         pid = wait_for(note)
-        audit.send_signal(number)
-        audit.wait(timeout=DEADLINE_S)
+        assert len(list(temporary.iterdir())) == 1
+        process.send_signal(number)
+        process.wait(timeout=DEADLINE_S)
     finally:
-        audit.kill()
+        process.kill()
     deadline = time.monotonic() + DEADLINE_S
-    while is_running(pid) and time.monotonic() < deadline:
+    while (is_running(pid) or list(temporary.iterdir())) and time.monotonic() < deadline:
         time.sleep(0.05)
     left = [pid] if is_running(pid) else []
     end(left)
-    assert left == []
+    assert (left, list(temporary.iterdir())) == ([], [])

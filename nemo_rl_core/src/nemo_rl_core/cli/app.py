@@ -15,6 +15,16 @@ __all__ = ["main"]
 #: Exit codes: bad input is told apart from a run that failed.
 EXIT_FAILED, EXIT_BAD_INPUT, EXIT_INTERRUPTED = 1, 2, 130
 
+_BACKENDS = """\
+List the installed generation backends: state, distribution, engine and environment. This process imports none of them;
+a child process reads their descriptions, and the engine's version is asked in the environment's interpreter.
+"""
+
+_ENV = """\
+Build the environments that workers run in, e.g. the engine's for machines without a GPU. They lie in NEMO_RL_VENV_DIR,
+by default below the user's cache.
+"""
+
 _AUDIT = """\
 Import every module of an installed package, each in a process of its own, and say
 which of them load or ask for a forbidden module, who asked first, and how long each
@@ -27,7 +37,7 @@ _AUDIT_EXIT_CODES = """\
 exit codes:
   0  every module was imported, and nobody loads a forbidden one or asks for it
   1  a module loads a forbidden one, or asks for one that is not installed or fails
-  2  the audit was not made: an unknown package, a bad name or value
+  2  the audit was not made: an unknown package, a bad name or value, a preload that fails
   3  nobody loads or asks for one, but modules that could not be imported leave it unproven
 """
 
@@ -76,13 +86,45 @@ def _parser() -> argparse.ArgumentParser:
     )
     train.add_argument("--dry-run", action="store_true", help="print the resolved plan and start nothing")
 
-    backends = commands.add_parser(
-        "backends", help="list generation backends", description="List the installed generation backends; imports none."
-    )
-    backends.add_argument("--check", action="store_true", help="load each one, to tell broken ones apart")
+    backends = commands.add_parser("backends", help="list generation backends", description=_BACKENDS)
+    backends.add_argument("--check", action="store_true", help="also import what a worker needs, in its environment")
     backends.add_argument("--json", action="store_true", help="print JSON")
+    _add_env(commands)
     _add_firewall(commands)
     return parser
+
+
+def _add_env(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    env = commands.add_parser("env", help="build environments of workers", description=_ENV)
+    actions = env.add_subparsers(dest="action", required=True, metavar="ACTION")
+    listing = actions.add_parser("list", help="list declared environments", description="List declared environments.")
+    listing.add_argument("--json", action="store_true", help="print JSON")
+    build = actions.add_parser(
+        "build", help="build one with uv, if it is not ready", description="Build an environment with uv; prints progress."
+    )
+    build.add_argument("name", metavar="NAME", help="a declared environment, e.g. vllm-cpu")
+    build.add_argument("--rebuild", action="store_true", help="build it also where it is ready")
+    build.add_argument(
+        "--timeout", type=_seconds, default=1800.0, metavar="SECONDS", help="deadline of the build (default: 1800)"
+    )
+    path = actions.add_parser(
+        "path", help="print the path of its interpreter", description="Print the interpreter of a ready environment."
+    )
+    path.add_argument("name", metavar="NAME", help="a declared environment")
+    remove = actions.add_parser(
+        "remove",
+        help="remove it with all that was built of it",
+        description="Remove all builds of an environment, old ones too. Runs that use it fail.",
+    )
+    remove.add_argument("name", metavar="NAME", help="a declared environment")
+
+
+def _seconds(text: str) -> float:
+    """Read a number of seconds that is finite and above 0."""
+    value = float(text)
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"must be a finite number of seconds above 0, got {text}")
+    return value
 
 
 def _add_firewall(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:

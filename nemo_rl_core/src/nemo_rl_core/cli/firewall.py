@@ -135,9 +135,10 @@ def _failures(report: AuditReport) -> Iterator[str]:
 
 def _last_line(report: AuditReport) -> str:
     names = " or ".join(name.name for name in report.forbidden)
+    failed = "1 module" if len(report.failed) == 1 else f"{len(report.failed)} modules"
     words = {
         Verdict.CLEAN: f"clean: no module of {report.package} loads {names} or asks for it",
         Verdict.FOUND: f"found: see above who loads {names} or asks for it",
-        Verdict.NOT_PROVEN: f"not proven: {len(report.failed)} modules could not be imported; the others do not load {names} or ask for it",
+        Verdict.NOT_PROVEN: f"not proven: {failed} could not be imported; the others do not load {names} or ask for it",
     }
     return f"{words[report.verdict]} (exit code {report.verdict.exit_code})"

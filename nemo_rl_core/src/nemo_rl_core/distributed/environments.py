@@ -23,6 +23,7 @@ from nemo_rl_core.errors import ClusterError, ConfigError, EnvironmentLookupErro
 __all__ = [
     "ACTOR_ENTRY_POINT_GROUP",
     "ACTOR_ENVIRONMENT_REGISTRY",
+    "ENVIRONMENT_ENTRY_POINT_GROUP",
     "PY_EXECUTABLES",
     "Environment",
     "InterpreterReport",
@@ -35,6 +36,9 @@ __all__ = [
 
 #: Entry points of this group name a mapping {actor class path: environment name}, or a callable that returns one.
 ACTOR_ENTRY_POINT_GROUP: Final = "nemo_rl_core.actors"
+
+#: Entry points of this group name an ``EnvironmentRecipe`` each; the entry point's name is that of the environment.
+ENVIRONMENT_ENTRY_POINT_GROUP: Final = "nemo_rl_core.environments"
 
 _SYSTEM_SWITCH = "NEMO_RL_PY_EXECUTABLES_SYSTEM"
 _PATH_VARIABLE = "NEMO_RL_PY_EXECUTABLE_"
@@ -60,6 +64,9 @@ class PY_EXECUTABLES:  # noqa: N801 -- the name that NeMo-RL users know
     VLLM: Final = "vllm"
 
 
+_KNOWN_NAMES = frozenset(value for key, value in vars(PY_EXECUTABLES).items() if key.isupper())
+
+
 #: Core's own actors. Others add theirs by an entry point of the group ``nemo_rl_core.actors`` or by argument.
 ACTOR_ENVIRONMENT_REGISTRY: Final[Mapping[str, str]] = MappingProxyType(
     {
@@ -76,11 +83,13 @@ class Environment:
     Attributes:
         name: What is installed, e.g. ``fsdp``; parts are joined by ``+``.
         kind: ``node``: the interpreter that the node's own Ray runs with. ``interpreter``: the one at ``python``.
+            ``requirements``: the one that ``nemo-rl env build`` made for the recipe of that name; ``venvs.settle``
+            finds it.
         python: Absolute path of the interpreter on the worker's node; only for the kind ``interpreter``.
     """
 
     name: str
-    kind: Literal["node", "interpreter"] = "node"
+    kind: Literal["node", "interpreter", "requirements"] = "node"
     python: str | None = None
 
     def __post_init__(self) -> None:
@@ -202,7 +211,16 @@ def _named(value: str, environ: Mapping[str, str]) -> Environment:
     path = environ.get(_path_variable(value))
     if path:
         return Environment(name=value, kind="interpreter", python=path)
-    return Environment(name=value)
+    return Environment(name=value, kind="requirements" if _is_declared(value) else "node")
+
+
+def _is_declared(name: str) -> bool:
+    """Say whether somebody declares how to build an environment of that name; metadata alone is read."""
+    if name in _KNOWN_NAMES:
+        return False  # these are the node's own interpreter, and the scan is saved
+    from nemo_rl_core.plugins import discover  # lazily, as in known_actors
+
+    return name in discover(ENVIRONMENT_ENTRY_POINT_GROUP)
 
 
 def _system_wide(environ: Mapping[str, str]) -> bool:

@@ -63,7 +63,9 @@ def _walk(
     for folder in folders:
         real = os.path.realpath(folder)
         if not Path(folder).is_dir():
-            modules |= _behind_a_hook(package, folder, depth)
+            below, unused = _behind_a_hook(package, folder, depth)
+            modules |= below
+            skipped += unused
             continue
         if real in above:
             continue  # a link that leads back
@@ -91,17 +93,21 @@ def _walk(
     return modules, skipped
 
 
-def _behind_a_hook(package: str, place: str, depth: int) -> set[str]:
-    """Return the names of all modules in what is no folder: a part of a zip file, or nothing that can be listed."""
+def _behind_a_hook(package: str, place: str, depth: int) -> tuple[set[str], list[tuple[str, str]]]:
+    """Do the same for what is no folder: a part of a zip file, or a place that only its import hook understands."""
     modules: set[str] = set()
+    skipped: list[tuple[str, str]] = []
     for found in pkgutil.iter_modules([place]):
         name = f"{package}.{found.name}"
-        if found.name == "__main__" or not found.name.isidentifier():
+        if reason := _reason_by_name(found.name):
+            skipped.append((name, reason))
             continue
         modules.add(name)
         if found.ispkg and depth > 1:
-            modules |= _behind_a_hook(name, os.path.join(place, found.name), depth - 1)  # noqa: PTH118 - no file's path
-    return modules
+            below, unused = _behind_a_hook(name, f"{place}/{found.name}", depth - 1)
+            modules |= below
+            skipped += unused
+    return modules, skipped
 
 
 def _stem(file: str) -> str:
@@ -112,11 +118,17 @@ def _stem(file: str) -> str:
     return ""
 
 
-def _reason_to_skip(stem: str, entry: os.DirEntry[str]) -> str:
+def _reason_by_name(stem: str) -> str:
     if stem == "__main__":
         return "it is a program: it would run when it is imported"
     if not stem.isidentifier():
         return "its file name is no Python name, so no statement can import it"
+    return ""
+
+
+def _reason_to_skip(stem: str, entry: os.DirEntry[str]) -> str:
+    if reason := _reason_by_name(stem):
+        return reason
     if entry.name == f"{stem}.so":
         with Path(entry.path).open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as text:
             if text.find(f"PyInit_{stem}".encode()) < 0:
