@@ -11,6 +11,7 @@ what, on which line, and whether the asking code is a module's or class's body (
 - recall: of the edges that ran in a body, the share that is eager or conditional by the static answer. Statements count,
   and calls with a literal; a call with a computed name, or by compiled code in the name of its caller, is listed by
   itself, and `recall_with_calls` counts it as missed;
+- recall by eager alone: conditional ones left out, so that "perhaps" is no answer to everything;
 - precision: of the edges that are eager by the static answer, in modules that could be imported, the share that ran.
 
 The package itself is imported first, and the modules that are loaded then are compared with the static closures from it.
@@ -24,7 +25,7 @@ import os
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -60,8 +61,8 @@ _CALLS = {
 #: Runs in the clean interpreter; standard library only. Its last line of output is the answer.
 WATCHER = r"""
 import builtins, importlib, json, opcode, os, sys
-modules, first = json.loads(sys.stdin.read())
-known = frozenset(modules)
+modules, first, known = json.loads(sys.stdin.read())
+known = frozenset(known)
 seen, outside, loaded = {}, {}, None
 plain_import, plain_import_module = builtins.__import__, importlib.import_module
 
@@ -172,6 +173,8 @@ class Agreement:
     failed: Mapping[str, str]
     edges_seen: int
     edges_eager: int
+    edges_conditional: int
+    to_uncovered: int
     missed: list[tuple[str, str]]
     idle: list[tuple[str, str]]
     by_functions: int
@@ -181,31 +184,41 @@ class Agreement:
     closure_idle: list[tuple[str, str]]
 
     @property
-    def recall(self) -> float:
-        """Share of the edges that ran in a body which are eager or conditional by the static answer."""
-        return 1.0 if not self.edges_seen else 1 - len(self.missed) / self.edges_seen
+    def recall(self) -> float | None:
+        """Share of the edges that ran in a body which are eager or conditional by the static answer, on that line."""
+        return _share(self.edges_seen - len(self.missed), self.edges_seen)
 
     @property
-    def recall_with_calls(self) -> float:
-        """The same, with calls that no literal names counted as missed."""
+    def recall_eager(self) -> float | None:
+        """The same without conditional ones: an answer of "perhaps" to everything would get nothing here."""
+        return _share(self.edges_seen - len(self.missed) - self.edges_conditional, self.edges_seen)
+
+    @property
+    def recall_with_calls(self) -> float | None:
+        """The recall with calls that no literal names counted as missed."""
         total = self.edges_seen + len(self.calls)
-        return 1.0 if not total else 1 - (len(self.missed) + len(self.calls)) / total
+        return _share(self.edges_seen - len(self.missed), total)
 
     @property
-    def precision(self) -> float:
+    def precision(self) -> float | None:
         """Share of the statically eager edges that ran."""
-        return 1.0 if not self.edges_eager else 1 - len(self.idle) / self.edges_eager
+        return _share(self.edges_eager - len(self.idle), self.edges_eager)
 
 
-def watch(package: str, modules: Sequence[str]) -> Seen:
-    """Import every module in a clean interpreter and return what ran."""
+def _share(part: int, whole: int) -> float | None:
+    """Return a share, None of nothing: where nothing ran nothing is shown."""
+    return round(part / whole, 4) if whole else None
+
+
+def watch(package: str, modules: Sequence[str], *, known: Sequence[str]) -> Seen:
+    """Import every module in a clean interpreter and return what ran between the known ones."""
     environment = {key: value for key, value in os.environ.items() if not key.startswith(("PYTHON", "NEMO_RL_"))}
     # Libraries that would ask the network, or draw in a window, do neither.
     environment |= {"HF_HUB_OFFLINE": "1", "MPLBACKEND": "agg", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     names = [name for name in modules if not name.endswith("__main__")]
     done = subprocess.run(
         [sys.executable, "-c", WATCHER],
-        input=json.dumps([names, package]),
+        input=json.dumps([names, package, list(known)]),
         capture_output=True,
         text=True,
         timeout=DEADLINE_S,
@@ -233,8 +246,14 @@ def read(package: str) -> ImportMap:
 def compare(package: str) -> Agreement:
     """Compare the two answers for one package."""
     imports = read(package)
-    seen = watch(package, sorted(imports.modules))
+    # Files that the graph does not have are watched too. `coverage` tells of each; an import of one is no edge of the
+    # graph, and is counted by itself.
+    hidden = {stray.module for stray in find_sources(package)[1] if stray.module}
+    seen, to_uncovered = _settle_hidden(
+        watch(package, sorted(imports.modules), known=sorted(imports.modules | hidden)), hidden, imports.modules
+    )
     static: dict[tuple[str, str], Phase] = {}
+    lines: dict[tuple[str, str], set[int]] = {}
     guarded: set[tuple[str, str]] = set()
     for module in imports.modules:
         for edge in imports.edges(module):
@@ -242,6 +261,7 @@ def compare(package: str) -> Agreement:
                 key = (module, edge.imported)
                 before = static.get(key, Phase.TYPING)
                 static[key] = edge.phase if edge.phase.rank <= before.rank else before
+                lines.setdefault(key, set()).add(edge.lineno)
                 if edge.guarded:
                     guarded.add(key)
     # A call counts where the static answer has it: its name is a literal then. Others have a computed name, or come from
@@ -256,25 +276,45 @@ def compare(package: str) -> Agreement:
     eager = {edge for edge, phase in static.items() if phase is Phase.EAGER and edge[0] in importable}
     eager = {edge for edge in eager if not edge[0].endswith("__main__")}
     at_import = {edge for edge, phase in static.items() if phase in (Phase.EAGER, Phase.CONDITIONAL)}
+    # The right edge on the wrong line would be luck.
+    misplaced = {edge for edge in ran & at_import if seen.edges[edge].get("body") not in {None, *lines[edge]}}
     return Agreement(
         package=package,
         modules=len(imports.modules),
         failed=seen.failed,
         edges_seen=len(ran),
         edges_eager=len(eager),
-        missed=sorted((_words(edge), _why_missed(edge, seen, static)) for edge in ran - at_import),
+        to_uncovered=to_uncovered,
+        edges_conditional=len([edge for edge in ran if static.get(edge) is Phase.CONDITIONAL]),
+        missed=sorted((_words(edge), _why_missed(edge, seen, static)) for edge in (ran - at_import) | misplaced),
         idle=sorted((_words(edge), _why_idle(edge, seen, guarded)) for edge in eager - ran),
         by_functions=len(seen.edges.keys() - ran - calls.keys()),
         calls=sorted((_words(edge), f"line {seen.edges[edge][how]}: {_CALLS[how]}") for edge, how in calls.items()),
         loaded=len(seen.loaded),
-        **_compare_closures(package, imports, seen, static),
+        **_compare_closures(package, imports, seen),
     )
 
 
-def _compare_closures(package: str, imports: ImportMap, seen: Seen, static: Mapping[tuple[str, str], Phase]) -> dict:
+def _settle_hidden(seen: Seen, hidden: set[str], modules: Set[str]) -> tuple[Seen, int]:
+    """Return what was seen between files of the graph, and the number of edges from there to files that it lacks."""
+    edges = {}
+    count = 0
+    for (importer, imported), places in seen.edges.items():
+        if importer in hidden:
+            continue
+        if imported in hidden:
+            count += 1
+            # The package above runs on the way, which is what the static answer says of such an import.
+            imported = next((name for name in reversed(ancestors(imported)) if name in modules), "")
+        if imported and imported != importer:
+            edges[importer, imported] = {**places, **edges.get((importer, imported), {})}
+    return Seen(edges=edges, failed=seen.failed, loaded=seen.loaded - hidden, outside=seen.outside), count
+
+
+def _compare_closures(package: str, imports: ImportMap, seen: Seen) -> dict:
     """Compare what is loaded after the package alone was imported with the closures over eager and conditional edges."""
-    surely = _closure(package, imports, static, (Phase.EAGER,))
-    perhaps = _closure(package, imports, static, (Phase.EAGER, Phase.CONDITIONAL))
+    surely = _closure(package, imports, (Phase.EAGER,))
+    perhaps = _closure(package, imports, (Phase.EAGER, Phase.CONDITIONAL))
     missed = []
     unpredicted = seen.loaded - perhaps
     for module in sorted(unpredicted):
@@ -298,20 +338,16 @@ def _compare_closures(package: str, imports: ImportMap, seen: Seen, static: Mapp
     return {"closure_missed": missed, "closure_idle": idle}
 
 
-def _closure(
-    package: str, imports: ImportMap, static: Mapping[tuple[str, str], Phase], phases: Sequence[Phase]
-) -> set[str]:
-    targets: dict[str, set[str]] = {}
-    for (importer, imported), phase in static.items():
-        if phase in phases:
-            targets.setdefault(importer, set()).add(imported)
+def _closure(package: str, imports: ImportMap, phases: Sequence[Phase]) -> set[str]:
+    """Return what importing a package loads by the engine's own edges, those to parent packages among them."""
     found: set[str] = set()
     todo = [package]
     while todo:
         module = todo.pop()
         if module not in found:
             found.add(module)
-            todo += [name for name in (*targets.get(module, ()), *ancestors(module)) if name in imports.modules]
+            edges = [edge for edge in imports.edges(module) if edge.phase in phases]
+            todo += [edge.imported for edge in edges if edge.imported in imports.modules]
     return found
 
 
@@ -347,10 +383,13 @@ def as_row(found: Agreement) -> dict:
         "not_importable": len(found.failed),
         "edges_seen": found.edges_seen,
         "edges_eager": found.edges_eager,
-        "recall": round(found.recall, 4),
-        "precision": round(found.precision, 4),
+        "edges_conditional": found.edges_conditional,
+        "edges_to_uncovered_files": found.to_uncovered,
+        "recall": found.recall,
+        "recall_eager": found.recall_eager,
+        "precision": found.precision,
         "edges_of_functions_called_meanwhile": found.by_functions,
-        "recall_with_calls": round(found.recall_with_calls, 4),
+        "recall_with_calls": found.recall_with_calls,
         "calls": found.calls,
         "loaded_by_the_package_alone": found.loaded,
         "not_importable_because": Counter(why.partition(":")[0] for why in found.failed.values()),
@@ -364,12 +403,16 @@ def as_row(found: Agreement) -> dict:
 def as_markdown(all_found: Sequence[Agreement]) -> str:
     """Return the tables of docs/firewall-agreement.md."""
     lines = [
-        "| package | modules | not importable here | edges that ran | recall | recall with computed calls | precision |",
-        "|---|---|---|---|---|---|---|",
+        "| package | modules | not importable here | edges that ran | to uncovered files | recall | by eager alone | with computed calls | precision |",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
     lines += [
-        f"| {found.package} {_version(found.package)} | {found.modules} | {len(found.failed)} | {found.edges_seen} | "
-        f"{found.recall:.4f} | {found.recall_with_calls:.4f} | {found.precision:.4f} |"
+        f"| {found.package} {_version(found.package)} | {found.modules} | {len(found.failed)} | {found.edges_seen} | {found.to_uncovered} | "
+        + " | ".join(
+            "-" if share is None else f"{share:.4f}"
+            for share in (found.recall, found.recall_eager, found.recall_with_calls, found.precision)
+        )
+        + " |"
         for found in all_found
     ]
     lines += ["", "| package | difference | cause |", "|---|---|---|"]

@@ -18,14 +18,17 @@ import nemo_rl_core
 import nemo_rl_vllm
 from nemo_rl_core import plugins
 from nemo_rl_core.protocols.generation import PROTOCOL_NUMBER, BackendSpec
+from nemo_rl_vllm.checks import check_settings
 from nemo_rl_vllm.config import VllmConfig
 from nemo_rl_vllm.plugin import BACKEND, ENGINE, engine_range
 
 PROJECT = tomllib.loads((Path(nemo_rl_vllm.__file__).parents[2] / "pyproject.toml").read_text())["project"]
 CORE = tomllib.loads((Path(nemo_rl_core.__file__).parents[2] / "pyproject.toml").read_text())["project"]
 
+LIGHT = ("checks", "config", "environments", "plugin")
 
-@pytest.mark.parametrize("module", ["nemo_rl_vllm", "nemo_rl_vllm.plugin", "nemo_rl_vllm.config"])
+
+@pytest.mark.parametrize("module", ["nemo_rl_vllm", *(f"nemo_rl_vllm.{name}" for name in LIGHT)])
 def test_a_light_module_loads_where_the_engine_and_torch_cannot(module: str) -> None:
     """F46: blocked by None, so that a handled attempt would show as well as a plain one."""
     code = (
@@ -71,6 +74,7 @@ def test_the_backend_names_its_own_schema() -> None:
     module, _, name = BACKEND.config_schema.partition(":")
     assert (module, name) == (VllmConfig.__module__, VllmConfig.__qualname__)
     assert BACKEND.config_section == "vllm_cfg"
+    assert BACKEND.settings_check == f"{check_settings.__module__}:{check_settings.__qualname__}"
 
 
 def test_the_keys_that_users_know_are_accepted() -> None:
@@ -117,7 +121,7 @@ def test_the_keys_that_users_know_are_accepted() -> None:
         ({"pipeline_parallel_size": 2}, "pipeline_parallel_size=2 needs async_engine: true"),
         ({"expose_http_server": True}, "needs async_engine: true"),
         ({"tensor_parallel_size": 4, "expert_parallel_size": 6}, "multiple of tensor_parallel_size, got 6 and 4"),
-        ({"use_deep_gemm": True}, "use_deep_gemm acts only with precision: fp8, got precision: bfloat16"),
+        ({"use_deep_gemm": True}, "use_deep_gemm acts only with precision: fp8, got precision: auto"),
         ({"num_last_layers_in_bf16": 1, "precision": "bfloat16"}, "num_last_layers_in_bf16 acts only"),
     ],
 )

@@ -11,6 +11,7 @@ import pytest
 
 from nemo_rl_contracts.sources import CACHE_FOLDER, Reader, find_sources
 from tests.contracts.repository import Repository
+from tests.contracts.test_check_command import RULE, SESSION
 
 
 def read(repository: Repository, module: str = "pkg.a") -> list[str]:
@@ -120,3 +121,25 @@ def test_processes_beside_each_other_spoil_nothing(repository: Repository) -> No
     assert [process.wait(timeout=60) for process in running] == [0, 0]
     assert len(json.loads(cache_file(repository).read_text())) == 201
     assert read(repository, "pkg.m7") == ["json", "x7"]
+
+
+def test_a_file_that_changes_behind_its_time_is_seen(repository: Repository, command) -> None:
+    """grimp's cache goes by times; a checkout with fixed times and a restored cache would pass for clean."""
+    repository.package({"a.py": "import json\n"}).write({".importlinter": SESSION + RULE})
+    path = repository.root / "pkg" / "a.py"
+    os.utime(path, (1_500_000_000, 1_500_000_000))
+    assert command("check").code == 0
+    path.write_text("import vllm\n")
+    os.utime(path, (1_500_000_000, 1_500_000_000))
+    assert command("check").code == 1
+
+
+def test_a_cache_of_the_linter_that_nobody_vouches_for_is_not_used(repository: Repository, command) -> None:
+    repository.package({"a.py": "import json\n"}).write({".importlinter": SESSION + RULE})
+    path = repository.root / "pkg" / "a.py"
+    os.utime(path, (1_500_000_000, 1_500_000_000))
+    assert command("check").code == 0
+    (repository.root / ".nemo_rl_contracts_cache" / "contents.json").unlink()
+    path.write_text("import vllm\n")
+    os.utime(path, (1_500_000_000, 1_500_000_000))
+    assert command("check").code == 1

@@ -2,6 +2,7 @@
 """`nemo-rl-contracts check`: exit codes, formats, configurations, baselines."""
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -103,8 +104,8 @@ def test_what_was_not_seen_is_3_also_without_a_coverage_contract(files, words, r
 @pytest.mark.parametrize(
     ("code", "since"),
     [
-        ("type X = int\nimport vllm\n", (3, 12)),
-        ("f'{f'{1}'}'\nimport vllm\n", (3, 12)),
+        ("type X = int\nimport importlib\nimportlib.import_module('vllm')\n", (3, 12)),
+        ("def f[T]():\n    import vllm\n", (3, 12)),
         ("lazy import vllm\n", (3, 15)),
     ],
 )
@@ -116,6 +117,15 @@ def test_the_syntax_of_a_later_python_is_3_and_not_a_pass(code, since, repositor
     said = command("check")
     assert said.code == 3, said
     assert "b.py" in said.out + said.err
+
+
+@pytest.mark.parametrize("code", ["type X = int\nimport vllm\n", "f'{f'{1}'}'\nimport vllm\n"])
+def test_a_later_syntax_elsewhere_in_the_file_hides_no_import(code, repository: Repository, command) -> None:
+    """grimp reads the file on every Python, and the statement around the import is plain."""
+    repository.package({"a.py": "", "b.py": code}).write({".importlinter": SESSION + RULE})
+    said = command("check")
+    assert said.code == 1, said
+    assert "pkg/b.py:2: vllm is imported by pkg.b (eager)" in said.out
 
 
 def test_a_link_to_nothing_is_3(repository: Repository, command) -> None:
@@ -225,7 +235,9 @@ def test_sarif_has_what_its_schema_requires(broken: Repository, command) -> None
     """2.1.0, sections 3.13 to 3.37: required properties, their types, and links between them."""
     broken.write({"pkg/with space/c d.py": ""})
     text = (broken.root / ".importlinter").read_text()
-    stale = COVERAGE.replace(":files", ":others").replace("All files", "Others") + "exclude = pkg/gone/*  # nothing there\n"
+    stale = (
+        COVERAGE.replace(":files", ":others").replace("All files", "Others") + "exclude = pkg/gone/*  # nothing there\n"
+    )
     (broken.root / ".importlinter").write_text(text + stale)
     log = json.loads(command("check", "--format", "sarif").out)
     assert log["version"] == "2.1.0"
@@ -382,3 +394,80 @@ def test_the_module_runs_as_a_program_and_without_a_cache(broken: Repository) ->
     done = broken.run("-m", "nemo_rl_contracts", "check", "--format", "yaml")
     assert done.returncode == 2
     assert sorted(path.name for path in broken.root.iterdir()) == [".importlinter", "pkg"]
+
+
+def test_what_a_picture_cannot_show_is_said_beside_it(broken: Repository, command) -> None:
+    text = (broken.root / ".importlinter").read_text()
+    broken.write({"pkg/sub/c.py": ""})
+    said = command("check", "--format", "mermaid")
+    assert said.code == 1
+    assert "All files: pkg/sub/c.py is covered by no contract" in said.err
+    (broken.root / ".importlinter").write_text(text.replace("source_modules = pkg", "source_modules = pgk"))
+    said = command("check", "--format", "mermaid")
+    assert (said.code, said.out) == (2, "flowchart LR\n")
+    assert "misconfigured: No engine: 100%, really: source_modules names 'pgk" in said.err
+
+
+def test_a_pipe_is_3_and_waits_for_nobody(repository: Repository, command) -> None:
+    repository.package({"a.py": ""}).write({".importlinter": SESSION + RULE})
+    os.mkfifo(repository.root / "pkg" / "pipe.py")
+    for arguments in (("check",), ("report", "pkg", "--forbid", "json")):
+        said = command(*arguments)
+        assert said.code == 3
+        assert said.err == (
+            "nemo-rl-contracts: not covered: pkg/pipe.py is no ordinary file, so nothing can be said about it; take it out\n"
+        )
+
+
+@pytest.mark.parametrize("links", [{"c/loop": "../c"}, {"c/loop": ".."}, {"c/to_d": "../d", "d/to_c": "../c"}])
+def test_links_in_a_circle_are_3(links: dict[str, str], repository: Repository, command) -> None:
+    """An import linter would see the same module under many names."""
+    repository.package({"c/a.py": "", "d/b.py": ""}).write({".importlinter": SESSION + RULE})
+    for place, target in links.items():
+        (repository.root / "pkg" / place).symlink_to(target)
+    for arguments in (("check",), ("report", "pkg", "--forbid", "json")):
+        said = command(*arguments)
+        assert said.code == 3
+        assert "is a link to a folder above it" in said.err
+
+
+def test_a_link_to_another_folder_is_no_circle(repository: Repository, command) -> None:
+    repository.package({"c/a.py": "", "d/b.py": ""}).write({".importlinter": SESSION + RULE})
+    (repository.root / "pkg" / "e").symlink_to("c")
+    assert command("check").code == 0
+
+
+@pytest.mark.parametrize("place", ["notes", "notes/deeper"])
+def test_a_cache_folder_that_can_be_none_is_2(place: str, repository: Repository, command) -> None:
+    repository.package({"a.py": ""}).write({".importlinter": SESSION + RULE, "notes": "mine"})
+    said = command("check", "--cache-dir", place)
+    assert said.code == 2
+    assert f"results are kept in a folder, and {place} can't be one" in said.err
+    assert command("check", "--cache-dir", place, "--no-cache").code == 0
+    assert command("check", "--cache-dir", "new/folder").code == 0
+
+
+BAD_CACHE = "import sys, grimp\ndef build_graph(*a, **b):\n    {body}\ngrimp.build_graph = build_graph\n"
+MAIN = "from nemo_rl_contracts.cli.app import main\nsys.exit(main())\n"
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        ("raise RuntimeError('a\\nb')", "the command itself failed: RuntimeError: a; --traceback shows where"),
+        ("raise type('PanicException', (BaseException,), {})('index')", "failed: PanicException: index"),
+    ],
+)
+def test_a_failure_of_the_command_itself_is_2_and_never_1(body: str, words: str, repository: Repository) -> None:
+    """1 would mean that a contract is broken."""
+    repository.package({"a.py": ""}).write({".importlinter": SESSION + RULE})
+    code = BAD_CACHE.format(body=body) + MAIN
+    done = repository.run("-c", code, "check")
+    assert done.returncode == 2
+    assert words in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+    done = repository.run("-c", code, "check", "--traceback")
+    assert done.returncode == 2
+    assert "Traceback" in done.stderr
+    done = repository.run("-c", BAD_CACHE.format(body="raise KeyboardInterrupt") + MAIN, "check")
+    assert done.returncode not in (0, 1, 2, 3)

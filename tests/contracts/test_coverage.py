@@ -77,3 +77,15 @@ def test_a_folder_that_cannot_be_looked_into_is_no_pass(repository: Repository) 
         assert not repository.check("coverage").kept
     finally:
         (repository.root / "pkg" / "b").chmod(0o755)
+
+
+@pytest.mark.parametrize(
+    "how", ["import pkg.ns.leaf", "from pkg.ns import leaf", "from .ns import leaf", "from pkg.ns.leaf import x"]
+)
+def test_a_file_that_is_left_out_and_imported_is_told(how: str, repository: Repository) -> None:
+    """F2: what it imports would be seen by nobody."""
+    repository.package({"a.py": how + "\n"}).write({"pkg/ns/leaf.py": "import vllm\n"})
+    (message,) = repository.messages("coverage", exclude=["pkg/ns/**  # scripts"])
+    assert message == "pkg/ns/leaf.py is left out by `exclude`, and pkg.a imports it (eager)"
+    repository.write({"pkg/a.py": "x = 'pkg.ns.leaf'\n"})
+    assert repository.messages("coverage", exclude=["pkg/ns/**  # scripts"]) == []

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """`declared_dependencies`: what is imported is asked for, and what an extra brings stays where the extra is meant."""
 
+from pathlib import Path
+
 import pytest
 
 from tests.contracts.repository import Repository
@@ -120,3 +122,85 @@ def test_a_typing_error_in_an_option_is_told(options, words: str, project: Repos
 def test_an_allowed_import_has_a_reason(project: Repository) -> None:
     project.package({"b.py": "import numpy\n"})
     assert project.messages("declared_dependencies", allow=["pkg.b -> numpy  # optional"], **RULE) == []
+
+
+def install(root: Path, name: str, files: tuple[str, ...]) -> None:
+    """Write a distribution as an installer leaves it."""
+    for file in files:
+        (root / file).parent.mkdir(parents=True, exist_ok=True)
+        (root / file).touch()
+    info = root / f"{name.replace('-', '_')}-1.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1\n")
+    (info / "RECORD").write_text("".join(f"{file},,\n" for file in files))
+
+
+@pytest.mark.parametrize(
+    ("code", "missing"),
+    [
+        ("import cloudy.auth.keys\n", []),
+        ("from cloudy import auth\n", []),
+        ("from cloudy.auth import keys\n", []),
+        ("import cloudy.store\n", ["cloudy.store"]),
+        ("from cloudy import auth, store\n", ["cloudy.store"]),
+        ("from cloudy.api import beta\n", []),
+        ("from cloudy.api import gamma\n", ["cloudy.api.gamma"]),
+        ("import cloudy.nobody\n", ["cloudy.nobody"]),
+    ],
+)
+def test_of_a_namespace_the_files_say_who_brings_which_part(code: str, missing: list[str], project: Repository) -> None:
+    """The top of the name belongs to all of them."""
+    install(project.root, "cloudy-auth", ("cloudy/auth/__init__.py", "cloudy/auth/keys.py", "cloudy/api/beta.py"))
+    install(project.root, "cloudy-store", ("cloudy/store/__init__.py", "cloudy/api/gamma.py"))
+    project.write({"pyproject.toml": '[project]\nname = "pkg"\ndependencies = ["torch", "cloudy-auth"]\n'})
+    project.package({"b.py": code})
+    assert [message.split()[2].rstrip(",") for message in project.messages("declared_dependencies", **RULE)] == missing
+
+
+def test_a_part_of_a_namespace_that_is_not_installed_goes_by_its_whole_name(project: Repository) -> None:
+    install(project.root, "cloudy-auth", ("cloudy/auth/__init__.py",))
+    project.write({"pyproject.toml": '[project]\nname = "pkg"\ndependencies = ["torch", "cloudy-store"]\n'})
+    project.package({"b.py": "import cloudy.store.x\n"})
+    assert project.messages("declared_dependencies", **RULE) == []
+
+
+@pytest.mark.parametrize(
+    ("marker", "code", "covered"),
+    [
+        ("python_version < '3'", "import numpy\n", False),
+        ("python_version < '3'", "try:\n    import numpy\nexcept ImportError:\n    pass\n", True),
+        ("python_version < '3'", "import sys\nif sys.version_info < (3,):\n    import numpy\n", True),
+        ("python_version < '3'", "def f():\n    import numpy\n", True),
+        ("python_version < '3' and sys_platform == 'win32'", "import numpy\n", False),
+        ("python_version < '3' or sys_platform == 'nowhere'", "import numpy\n", True),
+        ("sys_platform == 'nowhere'", "import numpy\n", True),
+        ("python_version >= '3.10'", "import numpy\n", True),
+        ("'3.10' <= python_version", "import numpy\n", True),
+        ("python_full_version == '2.*'", "import numpy\n", False),
+        ("python_version ~= '3.0'", "import numpy\n", True),
+        ("extra == 'x'", "import numpy\n", True),
+    ],
+)
+def test_a_requirement_for_another_python_covers_no_import_that_runs_here(marker, code, covered, project) -> None:
+    """F10: a platform is another thing: a module may be for that platform only."""
+    project.write({"pyproject.toml": f'[project]\nname = "pkg"\ndependencies = ["torch", "numpy>=1; {marker}"]\n'})
+    project.package({"b.py": code})
+    found = project.messages("declared_dependencies", **RULE)
+    assert (found == []) is covered
+    assert all("which 'pkg' asks for on other versions of Python only" in message for message in found)
+
+
+def test_a_marker_that_cannot_be_read_is_told(project: Repository) -> None:
+    project.write({"pyproject.toml": '[project]\nname = "pkg"\ndependencies = ["numpy; python_version <"]\n'})
+    assert "a marker can't be read" in project.problems("declared_dependencies", **RULE)
+
+
+def test_an_extra_brings_what_the_extras_bring_that_it_asks_for(project: Repository) -> None:
+    """F10: `all` asks for the distribution's own other extras."""
+    project.package({"x.py": "import matplotlib\nimport vllm\n"})
+    assert project.messages("declared_dependencies", extra_modules=["all: pkg.x"], **RULE) == []
+    (left,) = project.messages("declared_dependencies", extra_modules=["plot-things: pkg.x"], **RULE)
+    assert "which only the extra 'vllm' brings" in left
+    text = PROJECT.replace("my-pkg[vllm,plot-things]", "my-pkg[vlm]")
+    project.write({"pyproject.toml": text})
+    assert "asks for its own extra 'vlm', which it does not have" in project.problems("declared_dependencies", **RULE)

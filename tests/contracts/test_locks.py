@@ -202,6 +202,12 @@ def test_a_request_that_the_lock_cannot_answer_is_refused(lock_file: Path, text:
         ("{}", "not TOML"),
         ("version = 1\n[[package]]\nversion = '1'\n", r"uv.lock:2 has a \[\[package\]\] that is not one of uv's"),
         ("version = 1\npackage = [1]\n", r"uv.lock:\? has a \[\[package\]\]"),
+        ("version = 1\npackage = []\n", r"holds no \[\[package\]\]"),
+        ("version = true\n[[package]]\nname = 'x'\n", "not a lock of uv"),
+        ("version = 1\n[[package]]\nname = 'x'\nversion = 1\n", "1 is no text"),
+        ("version = 1\n[[package]]\nname = 'x'\ndependencies = [{ name = 'y', marker = 4 }]\n", "4 is no text"),
+        ("version = 1\n[[package]]\nname = 'x'\ndependencies = [{ name = 'y', extra = 'ab' }]\n", "'ab' is no list"),
+        ("version = 1\n[[package]]\nname = 'x'\nmetadata.provides-extras = 'ab'\n", "'ab' is no list"),
     ],
 )
 def test_a_file_that_is_no_lock_of_a_known_format_is_refused(tmp_path: Path, content: str, words: str) -> None:
@@ -249,7 +255,7 @@ def test_a_marker_is_false_only_by_a_fork_that_is_not_chosen(marker: str, chosen
 
 @pytest.mark.parametrize("marker", ["extra ==", "(extra == 'a'", "extra == 'a')", "a == 'b' 'c'", "and or", "; x"])
 def test_a_marker_that_cannot_be_read_is_refused(marker: str) -> None:
-    with pytest.raises(MisconfiguredError, match="a marker of the lock can't be read"):
+    with pytest.raises(MisconfiguredError, match="a marker can't be read"):
         may_apply(marker, set())
 
 
@@ -267,6 +273,21 @@ def test_the_command_prints_a_table_and_the_chains(lock_file: Path, capsys) -> N
     for request in (["kore"], ["core", "--forbid", "engin"], ["core", "--show", "torhc"]):
         assert main([str(lock_file), *request]) == 2
         assert "near names: " in capsys.readouterr().err
+
+
+def test_a_project_that_brings_nothing_is_a_row_unless_it_was_asked_for(lock_file: Path, capsys) -> None:
+    assert main([str(lock_file)]) == 0
+    rows = {line.split()[0]: line.split()[1] for line in capsys.readouterr().out.splitlines()}
+    assert rows["lonely"] == "0"
+    assert rows["core"] == "2"
+    assert main([str(lock_file), "lonely"]) == 2
+    assert "brings nothing" in capsys.readouterr().err
+
+
+def test_a_lock_without_a_project_of_its_own_says_nothing_by_itself(tmp_path: Path, capsys) -> None:
+    (tmp_path / "uv.lock").write_text('version = 1\n[[package]]\nname = "a"\nversion = "1"\n')
+    assert main([str(tmp_path / "uv.lock")]) == 2
+    assert "has no project of its own" in capsys.readouterr().err
 
 
 def test_the_command_takes_every_project_and_extra_by_itself() -> None:

@@ -133,6 +133,50 @@ def test_a_name_that_differs_only_in_dashes_is_known_without_a_map(small: Reposi
     assert small.messages("import_phase", source_modules=["pkg"], forbidden_modules=["lmformatenforcer"]) == []
 
 
+@pytest.mark.parametrize("kind", ["import_phase", "string_imports"])
+@pytest.mark.parametrize(
+    ("distribution", "module", "brings"),
+    [("PyYAML", "pyyaml", "yaml"), ("import-linter", "import_linter", "importlinter"), ("jinja2", "Jinja2", "jinja2")],
+)
+def test_the_name_of_an_installed_distribution_is_no_module(kind, distribution, module, brings, small) -> None:
+    """F8: what is installed says what it brings, so that a rule against another name would be kept forever."""
+    (small.root / "pyproject.toml").write_text(f'[project]\nname = "p"\ndependencies = ["{distribution}"]')
+    rule = {"source_modules": ["pkg"], "forbidden_modules": [module]}
+    assert f"is installed and brings {brings}, and no module '{module}'" in small.problems(kind, **rule)
+    mapped = {"module_distributions": [f"{module} = {distribution}"]}
+    assert f"brings {brings}" in small.problems(kind, **rule, **mapped)
+    assert small.messages(kind, **{**rule, "forbidden_modules": [brings]}) == []
+
+
+def test_a_name_is_accepted_where_it_is_installed_and_where_it_is_not(small: Repository) -> None:
+    """One configuration fits both: only what is written in the project makes the entry idle."""
+    for name in ("rich", "yaml", "engine_nobody_has"):
+        rule = {"source_modules": ["pkg"], "forbidden_modules": [name], "accept_unknown": [name]}
+        assert small.messages("import_phase", **rule) == []
+    rule = {"source_modules": ["pkg"], "forbidden_modules": ["rich"], "accept_unknown": ["rich"]}
+    (small.root / "pyproject.toml").write_text('[project]\nname = "p"\ndependencies = ["rich"]')
+    assert "accept_unknown lists 'rich', which is known here" in small.problems("import_phase", **rule)
+
+
+def test_a_part_of_a_namespace_may_be_brought_by_a_distribution_that_is_not_installed(small: Repository) -> None:
+    small.write({"cloudy/auth/__init__.py": ""})
+    info = small.root / "cloudy_auth-1.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: cloudy-auth\nVersion: 1\n")
+    (info / "RECORD").write_text("cloudy/auth/__init__.py,,\n")
+    (small.root / "pyproject.toml").write_text('[project]\nname = "p"\ndependencies = ["cloudy-auth", "cloudy-store"]')
+
+    def rule(name: str) -> dict:
+        return {"source_modules": ["pkg"], "forbidden_modules": [name]}
+
+    assert small.messages("import_phase", **rule("cloudy.auth")) == []
+    assert small.messages("import_phase", **rule("cloudy.store")) == []
+    assert "has no module 'cloudy.stroe'" in small.problems("import_phase", **rule("cloudy.stroe"))
+    assert "cloudy.auht" in small.problems(
+        "import_phase", module_distributions=["cloudy.auht = cloudy-auth"], **rule("cloudy.auht")
+    )
+
+
 def test_a_bare_folder_of_that_name_is_no_installed_package(small: Repository) -> None:
     """F25: the working directory is on the path, and holds an empty `vllm`."""
     (small.root / "vllm").mkdir()

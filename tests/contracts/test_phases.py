@@ -442,3 +442,22 @@ def test_the_package_loads_neither_core_torch_nor_ray() -> None:
     code = "import sys, nemo_rl_contracts.phases; print(sorted({'nemo_rl_core', 'torch', 'ray'} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize(
+    ("call", "module", "names"),
+    [
+        ("__import__('heavy', globals(), locals(), [], 1)", "pkg.heavy", ()),
+        ("__import__('', globals(), level=1, fromlist=['heavy'])", "pkg", ("heavy",)),
+        ("__import__('pkg', fromlist=('heavy', 'x'))", "pkg", ("heavy", "x")),
+        ("importlib.import_module(f'{__package__}.heavy')", "pkg.heavy", ()),
+        ("importlib.import_module(__name__ + '.heavy')", "pkg.a.heavy", ()),
+        ("exec(compile('import vllm', 'x', 'exec'))", "vllm", ()),
+        ("il.import_module('vllm')", "vllm", ()),
+        ("importlib.resources.path('vllm', 'x')", "vllm", ()),
+    ],
+)
+def test_other_ways_to_say_the_same(call: str, module: str, names: tuple[str, ...]) -> None:
+    source = f"import importlib\nil = importlib\n{call}\n"
+    (found,) = [one for one in find_imports(source, module="pkg.a") if one.form == "dynamic"]
+    assert (found.module, found.names, found.phase) == (module, names, "eager")

@@ -92,6 +92,8 @@ def test_a_single_file_is_reported_on(repository: Repository, command) -> None:
         ("empty", "pytest", "found none"),
         ("nobody_has_this", "pytest", "there is no package 'nobody_has_this'"),
         ("no/such/folder", "pytest", "neither a folder nor the name"),
+        ("", "pytest", "PATH is a package's folder or its name; got ''"),
+        (" ", "pytest", "PATH is a package's folder or its name"),
         ("one", "pytst", "Did you mean 'pytest'"),
         ("one", "pytest.", "is the name of a module; got 'pytest.'"),
         ("one", "a b", "is the name of a module; got 'a b'"),
@@ -220,3 +222,74 @@ def test_init_tells_of_files_that_are_not_seen(mixed: Repository, command) -> No
     assert said.code == 3
     assert "not covered: pkg/sub/x.py" in said.out
     assert command("check").code == 3
+
+
+def test_a_part_of_a_namespace_has_its_whole_name(repository: Repository, command, monkeypatch) -> None:
+    """By its path as by its name; where the folder above may be one of sources, nothing is guessed."""
+    repository.write({"src/shopns/core/__init__.py": "import pytest\n", "loose/lib/__init__.py": "import pytest\n"})
+    for target in ("src/shopns/core", "src/shopns/core/", "shopns.core"):
+        monkeypatch.setattr(sys, "path", list(sys.path))
+        said = command("report", target, "--forbid", "pytest")
+        assert said.code == 0, said.err
+        assert said.out.startswith("shopns.core: 1 module")
+    said = command("report", "loose/lib", "--forbid", "pytest")
+    assert said.code == 2
+    assert "loose/lib may be loose.lib, a part of a namespace package, or lib with loose as its folder" in said.err
+    assert command("report", "loose.lib", "--forbid", "pytest").out.startswith("loose.lib: 1 module")
+    repository.write({"loose/pyproject.toml": ""})
+    assert command("report", "loose/lib", "--forbid", "pytest").out.startswith("lib: 1 module")
+
+
+def test_a_name_is_looked_for_where_a_check_looks(repository: Repository, command, monkeypatch) -> None:
+    repository.write({"src/shop/__init__.py": "import pytest\n"})
+    bare = [folder for folder in sys.path if folder != str(repository.root)]
+    for arguments in (("report", "shop"), ("init", "shop")):
+        monkeypatch.setattr(sys, "path", list(bare))
+        said = command(*arguments, "--forbid", "pytest")
+        assert said.code == 0, said.err
+    monkeypatch.setattr(sys, "path", list(bare))
+    assert command("check").code == 0
+
+
+def test_a_name_that_is_given_twice_is_refused(mixed: Repository, command) -> None:
+    for subcommand in ("report", "init"):
+        said = command(subcommand, "pkg", "--forbid", "pytest", "--forbid", "rich", "--forbid", "pytest")
+        assert said.code == 2
+        assert "--forbid names 'pytest' twice" in said.err
+
+
+def test_a_section_that_is_not_there_is_not_shrunk(mixed: Repository, command) -> None:
+    command("report", "pkg", "--forbid", "pytest", "--write-baseline", "known.json")
+    before = (mixed.root / "known.json").read_text()
+    said = command("report", "pkg", "--forbid", "json", "--shrink-baseline", "known.json")
+    assert said.code == 2
+    assert "has no section 'pkg: json'; it has pkg: pytest" in said.err
+    assert (mixed.root / "known.json").read_text() == before
+
+
+def test_what_a_picture_cannot_show_is_said_beside_it(mixed: Repository, command) -> None:
+    mixed.write({"pkg/sub/x.py": ""})
+    said = command("report", "pkg", "--forbid", "pytest", "--format", "mermaid")
+    assert said.code == 3
+    assert "not covered: pkg/sub/x.py" in said.err
+
+
+def test_what_init_writes_fits_an_environment_with_the_package_and_one_without(repository, command) -> None:
+    """As a workflow that installs nothing but this tool."""
+    repository.package({"a.py": "def f():\n    import extra_thing\n"})
+    repository.write({"lib/extra_thing/__init__.py": ""})
+    here = "import sys; sys.path.append('lib'); from nemo_rl_contracts.cli.app import main; sys.exit(main())"
+    for first, second in ((True, False), (False, True)):
+        (repository.root / ".importlinter").unlink(missing_ok=True)
+        init = ["init", "pkg", "--forbid", "extra_thing"]
+        done = repository.run("-c", here, *init) if first else repository.run("-m", "nemo_rl_contracts", *init)
+        assert done.returncode == 0, done.stderr
+        done = repository.run("-c", here, "check") if second else repository.run("-m", "nemo_rl_contracts", "check")
+        assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_init_lists_what_is_neither_declared_nor_locked(repository: Repository, command) -> None:
+    repository.write({"pyproject.toml": '[project]\nname = "p"\ndependencies = ["rich"]\n'}).package({"a.py": ""})
+    assert command("init", "pkg", "--forbid", "rich", "--forbid", "pytest", "--forbid", "json").code == 0
+    text = (repository.root / ".importlinter").read_text()
+    assert text.partition("accept_unknown =")[2].split() == ["pytest"]

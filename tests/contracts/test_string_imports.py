@@ -5,7 +5,12 @@ import pytest
 
 from tests.contracts.repository import Repository
 
-RULE = {"source_modules": ["pkg"], "forbidden_modules": ["vllm", "pkg.adapter"]}
+RULE = {"source_modules": ["pkg"], "forbidden_modules": ["vllm", "pkg.adapter"], "accept_unknown": ["vllm"]}
+
+
+@pytest.fixture
+def repository(repository: Repository) -> Repository:
+    return repository.package({"adapter.py": ""})
 
 
 def test_the_name_as_data_is_legal(repository: Repository) -> None:
@@ -79,3 +84,29 @@ def test_an_allowed_call_has_a_reason_and_is_of_use(repository: Repository) -> N
     assert "says why" in repository.problems("string_imports", allow=["pkg.a -> vllm"], **RULE)
     allow = ["pkg.a -> vllm  # the launcher", "pkg.b -> vllm  # gone"]
     assert "'pkg.b -> vllm' of allow lets nothing through" in repository.problems("string_imports", allow=allow, **RULE)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"forbidden_modules": ["tochr"]}, "no module 'tochr' is installed here"),
+        ({"forbidden_modules": ["json  # engine"]}, "takes names of modules; got 'json  # engine'"),
+        ({"forbidden_modules": ["pkg.adaptor"]}, "forbidden_modules names 'pkg.adaptor'"),
+        ({"accept_unknown": ["other"]}, "accept_unknown lists 'other', which the contract does not name"),
+        ({"module_distributions": ["other = x"]}, "maps 'other', which the contract does not name"),
+    ],
+)
+def test_a_name_that_is_none_is_refused(options, words: str, repository: Repository) -> None:
+    """F8: a typing error would forbid nothing."""
+    rule = {"source_modules": ["pkg"], "forbidden_modules": ["json"]}
+    assert repository.messages("string_imports", **rule) == []
+    assert words in repository.problems("string_imports", **{**rule, **options})
+
+
+def test_a_name_that_nobody_could_look_up_is_noted(repository: Repository) -> None:
+    repository.write({"pyproject.toml": '[project]\nname = "p"\ndependencies = ["flashinfer-python"]\n'})
+    rule = {"source_modules": ["pkg"], "forbidden_modules": ["flashinfer"]}
+    mapped = {"module_distributions": ["flashinfer = flashinfer-python"]}
+    (note,) = repository.check("string_imports", **rule, **mapped).metadata["notes"]
+    assert note.startswith("not installed here")
+    assert note.endswith("vouches for flashinfer")

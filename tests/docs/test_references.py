@@ -16,7 +16,7 @@ FILE = re.compile(
 )
 NAME = re.compile(r"`(nemo_rl_core(?:\.\w+)+)`")
 #: Dotted names that are no Python names.
-GROUPS = {GENERATION_GROUP, ACTOR_ENTRY_POINT_GROUP}
+GROUPS = {"nemo_rl_core.environments", GENERATION_GROUP, ACTOR_ENTRY_POINT_GROUP}
 #: Made by a script, in a checkout where it was run.
 MADE = ("examples/smollm2/model",)
 

@@ -61,11 +61,7 @@ class Baseline:
         Raises:
             MisconfiguredError: If the file has no such section, or an entry that is no longer true.
         """
-        if section not in self.sections:
-            raise MisconfiguredError(
-                f"the baseline {self.path} has no section {section!r}; it has {', '.join(self.sections) or 'none'}"
-            )
-        known = self.sections[section]
+        known = self._known(section)
         found = {violation.key for violation in violations}
         gone = [key for key in known if key not in found]
         if gone:
@@ -74,10 +70,21 @@ class Baseline:
         return [violation for violation in violations if violation.key not in known], len(known)
 
     def shrunk(self, section: str, violations: Iterable[Violation]) -> "Baseline":
-        """Return it without the entries of a section that are no longer true; nothing is ever added."""
+        """Return it without the entries of a section that are no longer true; nothing is ever added.
+
+        Raises:
+            MisconfiguredError: If the file has no such section.
+        """
         found = {violation.key for violation in violations}
-        keys = tuple(key for key in self.sections.get(section, ()) if key in found)
+        keys = tuple(key for key in self._known(section) if key in found)
         return Baseline(path=self.path, sections={**self.sections, section: keys})
+
+    def _known(self, section: str) -> tuple[str, ...]:
+        if section not in self.sections:
+            raise MisconfiguredError(
+                f"the baseline {self.path} has no section {section!r}; it has {', '.join(self.sections) or 'none'}"
+            )
+        return self.sections[section]
 
     def with_section(self, section: str, violations: Iterable[Violation]) -> "Baseline":
         """Return it with a new section.

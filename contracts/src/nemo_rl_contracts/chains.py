@@ -25,15 +25,15 @@ from grimp import ImportGraph
 from nemo_rl_contracts.errors import NotCoveredError
 from nemo_rl_contracts.phases import Form, FoundImport, Phase
 from nemo_rl_contracts.sources import Reader, shown
+from nemo_rl_contracts.type_checking import is_usual
 
 __all__ = ["Chain", "Edge", "ImportMap", "ancestors", "covers", "find_chains", "find_reach"]
 
-#: The usual ways to write TYPE_CHECKING: imported from typing, and as a condition.
-_TYPING_IMPORT = re.compile(rb"^from typing(?:_extensions)? import [^\n(]*?\bTYPE_CHECKING\b(?! as)", re.MULTILINE)
-_TYPING_ATTRIBUTE = re.compile(rb"(?<![\w.])typing(?:_extensions)?\.TYPE_CHECKING\b")
-_CONDITION = re.compile(rb"^[ \t]*if (?:not )?TYPE_CHECKING:", re.MULTILINE)
 _STAR = re.compile(rb"\bimport[\s\\]*\*")
-_RENAMED = re.compile(rb"\bas\s+typing(?:_extensions)?\b")
+#: Plain words are searched many times faster; a star has one of these before it.
+_BEFORE_A_STAR = (b"import *", b"import*", b"import  ", b"import\t", b"import\\")
+#: Number of modules up to which it is quicker to look at the files' bytes for each than to parse them all.
+_FEW = 8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,6 +124,8 @@ class ImportMap:
     base: Path | None = None
     unread: list[str] | None = None
     _edges: dict[str, tuple[Edge, ...]] = field(default_factory=dict, repr=False)
+    _asked: set[str] = field(default_factory=set, repr=False)
+    _edges_at: dict[tuple[str, int], list[Edge]] = field(default_factory=dict, repr=False)
 
     @cached_property
     def modules(self) -> frozenset[str]:
@@ -133,15 +135,17 @@ class ImportMap:
     @cached_property
     def unseen(self) -> frozenset[str]:
         """The modules that may import something that grimp does not see."""
+        return self._odd | frozenset(
+            module for module in self.reader.files.keys() & self.modules if self.reader.may_import_dynamically(module)
+        )
+
+    @cached_property
+    def _odd(self) -> frozenset[str]:
+        """The modules whose statements may do something else than grimp takes them for."""
         return frozenset(
             module
-            for module in self.reader.files
-            if module in self.modules
-            and (
-                self.reader.may_import_dynamically(module)
-                or _other_type_checking(self.reader.source(module))
-                or _STAR.search(self.reader.source(module))
-            )
+            for module in self.reader.files.keys() & self.modules
+            if _has_star(source := self.reader.source(module)) or not is_usual(source)
         )
 
     def edges(self, module: str) -> tuple[Edge, ...]:
@@ -152,7 +156,8 @@ class ImportMap:
         """
         if module not in self._edges:
             try:
-                self._edges[module] = tuple(self._resolve(module)) if module in self.reader.files else ()
+                found = self.reader.imports(module) if module in self.reader.files else []
+                self._edges[module] = tuple(edge for one in found for edge in self._edges_of(module, one))
             except NotCoveredError as error:
                 if self.unread is None:
                     raise
@@ -160,17 +165,57 @@ class ImportMap:
                 self._edges[module] = ()
         return self._edges[module]
 
-    def importers(self, module: str) -> set[str]:
-        """Return the modules that may import a module or something below it; their edges say whether they do.
+    def edges_to(self, module: str) -> Iterator[tuple[str, Sequence[Edge]]]:
+        """Yield each module that may import a module or something below it, with the imports by which it may do so.
+
+        There may be others among these imports. Where grimp knows the lines, the rest of the importer's file is not
+        parsed.
 
         Raises:
             NotCoveredError: As ``edges``.
         """
-        found: set[str] = set()
+        nodes: dict[str, list[str]] = defaultdict(list)
         for node in self._related(module, self._sorted_nodes):
-            found |= self.graph.find_modules_that_directly_import(node)
-        for name in self._related(module, self._sorted_unseen):
-            found |= self._importers_unseen[name]
+            for importer in self.graph.find_modules_that_directly_import(node):
+                nodes[importer].append(node)
+        for importer in self._unseen_importers(module):
+            nodes[importer] = []
+        for importer in sorted(nodes):
+            yield importer, self._edges_to_nodes(importer, nodes[importer])
+
+    def importers(self, module: str) -> set[str]:
+        """Return the modules that may import a module or something below it.
+
+        Raises:
+            NotCoveredError: As ``edges``.
+        """
+        return {importer for importer, _ in self.edges_to(module)}
+
+    def _unseen_importers(self, module: str) -> set[str]:
+        """Return the modules that may import a module in a way that grimp does not see."""
+        self._asked.add(module)
+        if len(self._asked) > _FEW:
+            # Who asks about many modules is better served by all answers at once.
+            return {one for name in self._related(module, self._sorted_unseen) for one in self._importers_unseen[name]}
+        return {*self._odd, *(one for one in self.unseen if self.reader.may_name(one, module))}
+
+    def _edges_to_nodes(self, importer: str, nodes: Sequence[str]) -> Sequence[Edge]:
+        """Return the edges of the lines on which grimp has seen an importer import some nodes, or all of its edges."""
+        if importer in self._edges or importer in self.unseen or importer not in self.reader.files:
+            return self.edges(importer)
+        lines = {
+            details["line_number"]
+            for node in nodes
+            for details in self.graph.get_import_details(importer=importer, imported=node)
+        }
+        found: list[Edge] = []
+        for line in sorted(lines):
+            if (importer, line) not in self._edges_at:
+                parts = self.reader.imports_at(importer, line)
+                if parts is None:
+                    return self.edges(importer)
+                self._edges_at[importer, line] = [edge for part in parts for edge in self._edges_of(importer, part)]
+            found += self._edges_at[importer, line]
         return found
 
     def _related(self, module: str, names: Sequence[str]) -> list[str]:
@@ -202,20 +247,18 @@ class ImportMap:
         file = self.reader.files.get(module)
         return shown(file.path, self.base) if file else ""
 
-    def _resolve(self, module: str) -> Iterator[Edge]:
-        for found in self.reader.imports(module):
-            if found.module.startswith("."):
-                continue  # its package is unknown or it goes above the top: Python would refuse it too
-            for imported, names, phase in self._targets(found):
-                common = {"importer": module, "phase": phase, "guarded": found.guarded}
-                if imported != module:
-                    yield Edge(**common, imported=imported, names=names, lineno=found.lineno, form=found.form)
-                if imported in self.modules:
-                    for package in ancestors(imported):
-                        if package in self.modules and not covers(package, module):
-                            yield Edge(
-                                **common, imported=package, lineno=found.lineno, form=found.form, initialiser=True
-                            )
+    def _edges_of(self, module: str, found: FoundImport) -> Iterator[Edge]:
+        """Yield the edges that one import of a module comes to."""
+        if found.module.startswith("."):
+            return  # its package is unknown or it goes above the top: Python would refuse it too
+        for imported, names, phase in self._targets(found):
+            common = {"importer": module, "phase": phase, "guarded": found.guarded}
+            if imported != module:
+                yield Edge(**common, imported=imported, names=names, lineno=found.lineno, form=found.form)
+            if imported in self.modules:
+                for package in ancestors(imported):
+                    if package in self.modules and not covers(package, module):
+                        yield Edge(**common, imported=package, lineno=found.lineno, form=found.form, initialiser=True)
 
     def _targets(self, found: FoundImport) -> Iterator[tuple[str, tuple[str, ...], Phase]]:
         """Turn what is written into modules: `from a import b` is `a.b` where that is a module, else `a`."""
@@ -239,21 +282,14 @@ class ImportMap:
         return name in self.modules or any(package in self.modules for package in ancestors(name))
 
 
+def _has_star(source: bytes) -> bool:
+    return any(word in source for word in _BEFORE_A_STAR) and _STAR.search(source) is not None
+
+
 def _holds(names: Sequence[str], name: str) -> bool:
     """Tell whether sorted names hold a name."""
     place = bisect.bisect_left(names, name)
     return place < len(names) and names[place] == name
-
-
-def _other_type_checking(source: bytes) -> bool:
-    """Tell whether TYPE_CHECKING may be a name of something else than typing; wrongly True costs a parse."""
-    count = source.count(b"TYPE_CHECKING")
-    if count == 0:
-        return False
-    imported = len(_TYPING_IMPORT.findall(source))
-    conditions = len(_CONDITION.findall(source))
-    usual = imported + conditions + len(_TYPING_ATTRIBUTE.findall(source))
-    return usual != count or (conditions > 0 and imported == 0) or _RENAMED.search(source) is not None
 
 
 def find_chains(
@@ -339,14 +375,13 @@ class _Search:
     starts: frozenset[str]
     latest: int
     is_allowed: Callable[[Edge, str], bool] | None
-    _above: dict[str, dict[str, list[Edge]]] = field(default_factory=dict)
 
     def ends(self, target: str, forbidden: Sequence[str]) -> Iterator[tuple[Edge, str]]:
         """Yield the imports that load a forbidden module, with the name that they load."""
-        for importer in sorted(self.imports.importers(target)):
+        for importer, edges in self.imports.edges_to(target):
             if any(covers(name, importer) for name in forbidden):
                 continue
-            for edge in self.imports.edges(importer):
+            for edge in edges:
                 name = edge.loads(target)
                 # The statement is the cause; that it runs initialisers above its target adds nothing.
                 if name and not edge.initialiser and self._counts(edge, name):
@@ -379,18 +414,11 @@ class _Search:
         """Return the imports of a module by others, in the order of phases and names."""
         found = [
             edge
-            for importer in self.imports.importers(module)
-            for edge in self._edges_by_target(importer).get(module, ())
-            if self._counts(edge, module)
+            for _, edges in self.imports.edges_to(module)
+            for edge in edges
+            if edge.imported == module and self._counts(edge, module)
         ]
         return sorted(found, key=lambda edge: (edge.phase.rank, edge.importer, edge.lineno))
-
-    def _edges_by_target(self, importer: str) -> dict[str, list[Edge]]:
-        if importer not in self._above:
-            self._above[importer] = defaultdict(list)
-            for edge in self.imports.edges(importer):
-                self._above[importer][edge.imported].append(edge)
-        return self._above[importer]
 
     def _counts(self, edge: Edge, name: str) -> bool:
         # Whoever lets imports through keeps count of what was of use, so the phase is asked first.

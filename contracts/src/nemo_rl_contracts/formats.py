@@ -11,7 +11,7 @@ from typing import Any
 from nemo_rl_contracts.running import ExitCode, Outcome, exit_code
 from nemo_rl_contracts.violations import Hop, Violation
 
-__all__ = ["FORMATS", "as_mermaid", "as_text", "render"]
+__all__ = ["FORMATS", "as_mermaid", "as_text", "render", "without_a_picture"]
 
 _WORDS = {
     ExitCode.KEPT: "kept",
@@ -171,6 +171,16 @@ def _escaped(text: str, *, parameter: bool = False) -> str:
 def as_mermaid(outcomes: Sequence[Outcome]) -> str:
     """Return a Mermaid flowchart of the chains of all violations: solid runs at import, dashed later."""
     return mermaid_of(hop for outcome in outcomes for violation in outcome.violations for hop in violation.hops)
+
+
+def without_a_picture(outcomes: Sequence[Outcome]) -> list[str]:
+    """Return a line for all that is wrong and that ``as_mermaid`` can't draw."""
+    lines = []
+    for outcome in outcomes:
+        lines += [f"misconfigured: {outcome.name}: {text}" for text in outcome.problems]
+        lines += [f"not covered: {outcome.name}: {text}" for text in outcome.uncovered]
+        lines += [f"{outcome.name}: {violation.message}" for violation in outcome.violations if not violation.hops]
+    return lines
 
 
 def mermaid_of(hops: Iterable[Hop]) -> str:

@@ -12,6 +12,7 @@ import re
 import sys
 import tomllib
 from collections.abc import Iterable, Mapping, Set
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -19,11 +20,13 @@ from typing import Any
 from nemo_rl_contracts.errors import MisconfiguredError
 from nemo_rl_contracts.patterns import parse_pairs
 
-__all__ = ["KnownNames", "normalized", "read_toml", "requirement_name", "requirements"]
+__all__ = ["KnownNames", "Requirement", "is_namespace", "normalized", "read_toml", "requirement_name", "requirements"]
 
 #: Lock files that hold a list of packages with names, and the key of that list.
 _LOCKS = {"uv.lock": "package", "poetry.lock": "package", "pdm.lock": "package", "pylock.toml": "packages"}
-_NAME = re.compile(r"\s*([A-Za-z0-9][A-Za-z0-9._-]*)")
+_REQUIREMENT = re.compile(
+    r"\s*(?P<name>[A-Za-z0-9][A-Za-z0-9._-]*)\s*(?:\[(?P<extras>[^\]]*)\])?(?P<rest>.*)", re.DOTALL
+)
 
 
 def normalized(distribution: str) -> str:
@@ -33,8 +36,34 @@ def normalized(distribution: str) -> str:
 
 def requirement_name(requirement: str) -> str:
     """Return the normalised name of the distribution that a requirement (PEP 508) asks for, "" of another text."""
-    match = _NAME.match(requirement)
-    return normalized(match[1]) if match else ""
+    return Requirement.parse(requirement).name
+
+
+@dataclass(frozen=True, kw_only=True)
+class Requirement:
+    """What one line of requirements (PEP 508) asks for.
+
+    Attributes:
+        name: Normalised name of the distribution, "" of a text that is none.
+        extras: Normalised names of the extras of it.
+        marker: When it applies; "" for always.
+    """
+
+    name: str
+    extras: tuple[str, ...] = ()
+    marker: str = ""
+
+    @classmethod
+    def parse(cls, line: str) -> "Requirement":
+        """Read a line."""
+        match = _REQUIREMENT.match(line)
+        if match is None:
+            return cls(name="")
+        # An address may hold a semicolon; before a marker it has a space then.
+        separator = r"\s;" if "@" in match["rest"].partition(";")[0] else ";"
+        marker = re.split(separator, match["rest"], maxsplit=1)[1:]
+        extras = [normalized(extra.strip()) for extra in (match["extras"] or "").split(",") if extra.strip()]
+        return cls(name=normalized(match["name"]), extras=tuple(extras), marker="".join(marker).strip())
 
 
 def read_toml(path: Path) -> dict[str, Any]:
@@ -87,7 +116,8 @@ class KnownNames:
             folder: Where its ``pyproject.toml`` and lock are.
             roots: Its own root packages; their pyproject files are looked at too.
             module_distributions: Lines ``module = distribution``, where the two have different names.
-            accept_unknown: Modules that are taken as they are.
+            accept_unknown: Modules that are taken as they are; that one is installed here does not make it idle, since it
+                may be missing elsewhere.
 
         Raises:
             MisconfiguredError: If a line has another form.
@@ -102,6 +132,7 @@ class KnownNames:
         )
         self._accepted = frozenset(accept_unknown)
         self._asked: set[str] = set()
+        self._unverified: set[str] = set()
 
     def require(self, module: str) -> None:
         """Check that a module of somebody else's exists.
@@ -110,35 +141,86 @@ class KnownNames:
             module: Its full name; of a submodule the file is looked for where the package is installed.
 
         Raises:
-            MisconfiguredError: If it is neither importable, declared nor locked, with near names.
+            MisconfiguredError: If it is neither importable, declared nor locked, with near names; or if the distribution
+                that is declared or locked is installed and brings other modules.
         """
         self._asked.add(module)
-        top = module.partition(".")[0]
-        spelled = {_squeezed(name) for name in (self._mapped.get(module, ""), self._mapped.get(top, ""), top) if name}
-        installed = self._importable(module)
         if module in self._accepted:
-            if installed or spelled & set(map(_squeezed, self._written)):
-                raise MisconfiguredError(f"accept_unknown lists {module!r}, which is known here; take it out")
+            if self.is_written(module):
+                raise MisconfiguredError(
+                    f"accept_unknown lists {module!r}, which is known here without it: it is declared, locked or a part of "
+                    f"Python; take it out"
+                )
             return
-        # A package that is installed without such a module is not saved by being declared.
-        known = installed or (installed is None and self._is_declared(spelled))
-        if known:
+        installed = self._importable(module)
+        if installed:
             return
-        candidates = sorted(
-            {*self._written, *self._asked_for, *sys.modules, *importlib.metadata.packages_distributions()}
-        )
-        near = difflib.get_close_matches(top if installed is None else module, candidates, n=3, cutoff=0.75)
+        brought: list[str] = []
+        # A package that is installed without such a module is not saved by being declared; of a namespace another
+        # distribution may bring the part. What is installed asks for is read last: that takes longer than all the rest.
+        if installed is None or is_namespace(module.partition(".")[0]):
+            for names in (self._written, self._asked_for):
+                believed, others = self._vouchers(module, names)
+                if believed:
+                    self._unverified.add(module)
+                    return
+                brought += others
+        raise MisconfiguredError(self._unknown(module, installed, brought))
+
+    def _unknown(self, module: str, installed: bool | None, brought: list[str]) -> str:
+        """Return why a module proves nothing, and the ways out."""
+        top = module.partition(".")[0]
         what = (
             f"the package {top!r} is installed and has no module {module!r}"
             if installed is False
             else f"no module {module!r} is installed here, and no distribution of that name is declared or locked"
         )
-        raise MisconfiguredError(
+        if brought:
+            modules = _some(self._brings[brought[0]])
+            return (
+                f"the distribution {brought[0]!r} is installed and brings {modules}, and no module {module!r}, so the rule "
+                f"would prove nothing. Name the module that is meant; if {module!r} is known nowhere yet, list it in "
+                f"accept_unknown"
+            )
+        candidates = sorted({*self._written, *self._asked_for, *sys.modules, *self._owners})
+        near = difflib.get_close_matches(top if installed is None else module, candidates, n=3, cutoff=0.75)
+        near = [name for name in near if name != module]
+        return (
             f"{what}, so the rule would prove nothing. "
             + (f"Did you mean {' or '.join(map(repr, near))}? " if near else "")
             + f"If its distribution has another name, add '{module} = DISTRIBUTION' to module_distributions; if it is "
             "known nowhere yet, list it in accept_unknown"
         )
+
+    def is_written(self, module: str) -> bool:
+        """Tell whether a module is known in every environment: part of Python, or declared or locked under its name."""
+        return _is_standard(module) or bool(self._vouchers(module, self._written)[0])
+
+    def notes(self) -> list[str]:
+        """Return what a reader should know of the names that were asked about: those that nobody could look up."""
+        if not self._unverified:
+            return []
+        return [
+            f"not installed here, so only the name of a distribution that is declared or locked vouches for "
+            f"{', '.join(sorted(self._unverified))}"
+        ]
+
+    def _vouchers(self, module: str, names: Set[str]) -> tuple[list[str], list[str]]:
+        """Return those of some distributions that bring a module as far as their names say.
+
+        Returns:
+            Those that are to be believed, and those that are installed and bring other modules.
+        """
+        top = module.partition(".")[0]
+        mapped = self._mapped.get(module, "") or self._mapped.get(top, "")
+        spelled = {_squeezed(name) for name in (mapped, top, module) if name}
+        believed: list[str] = []
+        others: list[str] = []
+        for name in sorted(name for name in names if _squeezed(name) in spelled):
+            modules = self._brings.get(name)
+            brings = modules is None or (top in modules and self._importable(module) is not False)
+            (believed if brings else others).append(name)
+        return believed, others
 
     def unused(self) -> list[str]:
         """Return a sentence for each entry that nothing was asked of."""
@@ -159,13 +241,13 @@ class KnownNames:
     def _importable(self, module: str) -> bool | None:
         """Tell whether a module is installed; False where its package is and the module is not. Imports nothing."""
         top, *rest = module.split(".")
-        if top in sys.stdlib_module_names and (not rest or module in sys.modules):
-            return True  # some are there on other systems only, and `os.path` is no file of its own
+        if _is_standard(module):
+            return True
         try:
             spec = importlib.util.find_spec(top)
         except (ImportError, ValueError):
             return None
-        if spec is None or (spec.origin is None and top not in importlib.metadata.packages_distributions()):
+        if spec is None or (spec.origin is None and top not in self._owners):
             return None  # a bare folder of that name is no package
         name = top
         for part in rest:
@@ -177,11 +259,19 @@ class KnownNames:
                 return False
         return True
 
-    def _is_declared(self, spelled: Set[str]) -> bool:
-        # The metadata of what is installed is asked last: reading it takes longer than all the rest.
-        return bool(spelled & set(map(_squeezed, self._written))) or bool(
-            spelled & set(map(_squeezed, self._asked_for))
-        )
+    @cached_property
+    def _owners(self) -> Mapping[str, list[str]]:
+        """Top-level modules to the distributions that bring them, of all that is installed."""
+        return importlib.metadata.packages_distributions()
+
+    @cached_property
+    def _brings(self) -> Mapping[str, frozenset[str]]:
+        """Normalised names of what is installed to the top-level modules that it brings."""
+        found: dict[str, set[str]] = {}
+        for top, distributions in self._owners.items():
+            for name in distributions:
+                found.setdefault(normalized(name), set()).add(top)
+        return {name: frozenset(tops) for name, tops in found.items()}
 
     @cached_property
     def _written(self) -> frozenset[str]:
@@ -199,9 +289,8 @@ class KnownNames:
     def _asked_for(self) -> frozenset[str]:
         """Normalised names of the distributions that the installed root packages belong to, and ask for."""
         names: set[str] = set()
-        owners = importlib.metadata.packages_distributions()
         for root in self._roots:
-            for owner in owners.get(root.partition(".")[0], []):
+            for owner in self._owners.get(root.partition(".")[0], []):
                 names.add(normalized(owner))
                 names |= {requirement_name(line) for line in importlib.metadata.requires(owner) or []}
         return frozenset(names - {""})
@@ -220,6 +309,28 @@ def _declared(path: Path) -> set[str]:
     for group in groups.values() if isinstance(groups, dict) else ():
         lines += [line for line in group if isinstance(line, str)]  # a table includes another group, which is read too
     return {requirement_name(line) for line in lines}
+
+
+def _is_standard(module: str) -> bool:
+    """Tell whether a module is a part of Python; some are there on other systems only, and `os.path` is no file."""
+    top, _, rest = module.partition(".")
+    return top in sys.stdlib_module_names and (not rest or module in sys.modules)
+
+
+def is_namespace(top: str) -> bool:
+    """Tell whether a package is spread over several folders, each of which may belong to another distribution."""
+    try:
+        spec = importlib.util.find_spec(top)
+    except (ImportError, ValueError):
+        return False
+    return spec is not None and spec.origin is None and spec.submodule_search_locations is not None
+
+
+def _some(modules: Iterable[str]) -> str:
+    """Return names of modules, without those that nobody imports by hand where there are others."""
+    names = sorted(modules)
+    public = [name for name in names if not name.startswith("_") and "/" not in name] or names
+    return ", ".join(public[:4])
 
 
 def _squeezed(name: str) -> str:

@@ -2,7 +2,8 @@
 """Read a `uv.lock` and say which distributions one distribution brings, with which extras, and why.
 
 Import rules see what a source file says; a lock says what an installer will bring, whether anything imports it or not.
-Here a dependency counts whatever its environment marker says: the question is what may be installed on any platform.
+Here a dependency counts whatever its environment marker says: the question is what may be installed on any platform. What
+uv leaves out of the lock itself, as ``tool.uv.environments`` asks it to, can't count.
 
 Only where one lock holds several forks for extras that exclude each other, a fork counts where its extras are chosen.
 Development groups are never chosen; they are not part of a distribution.
@@ -211,7 +212,7 @@ def read_lock(path: Path) -> Lock:
     except tomllib.TOMLDecodeError as error:
         raise LockError(f"{path} is not a lock of uv, since it is not TOML: {error}") from error
     version, entries = content.get("version"), content.get("package")
-    if not isinstance(version, int) or not isinstance(entries, list):
+    if not isinstance(version, int) or isinstance(version, bool) or not isinstance(entries, list):
         raise LockError(
             f"{path} is not a lock of uv: that has a number 'version' and tables [[package]], "
             f"got the keys {sorted(content)}; name the uv.lock"
@@ -221,6 +222,8 @@ def read_lock(path: Path) -> Lock:
             f"{path} is a lock of format version {version}, and only version {_FORMAT} is known here; "
             "install a newer nemo-rl-contracts, or lock with a uv that writes the older format"
         )
+    if not entries:
+        raise LockError(f"{path} holds no [[package]], so there is nothing to check; lock anew")
     lines = [number for number, line in enumerate(text.splitlines(), 1) if _PACKAGE_HEADER.match(line.strip())]
     # A lock that was written in another style, inline say, has no line that could be named.
     numbers = lines if len(lines) == len(entries) else [None] * len(entries)
@@ -233,11 +236,11 @@ def _package(path: Path, entry: Any, line: int | None) -> LockedPackage:
             normalise(extra): _dependencies(found) for extra, found in entry.get("optional-dependencies", {}).items()
         }
         # An extra that requires nothing is named by the metadata alone.
-        for extra in entry.get("metadata", {}).get("provides-extras", ()):
+        for extra in _texts(entry.get("metadata", {}).get("provides-extras", [])):
             extras.setdefault(normalise(extra), ())
         return LockedPackage(
             name=normalise(entry["name"]),
-            version=entry.get("version", ""),
+            version=_text(entry.get("version", "")),
             line=line,
             member=bool(entry.get("source", {}).keys() & {"editable", "virtual", "directory"}),
             dependencies=_dependencies(entry.get("dependencies", ())),
@@ -253,16 +256,33 @@ def _dependencies(entries: Iterable[Mapping[str, Any]]) -> tuple[LockedDependenc
     return tuple(
         LockedDependency(
             name=normalise(entry["name"]),
-            version=entry.get("version", ""),
-            extras=tuple(normalise(extra) for extra in entry.get("extra", ())),
-            marker=entry.get("marker", ""),
+            version=_text(entry.get("version", "")),
+            extras=tuple(normalise(extra) for extra in _texts(entry.get("extra", []))),
+            marker=_text(entry.get("marker", "")),
         )
         for entry in entries
     )
 
 
-def closure_of(lock: Lock, distribution: Distribution) -> Closure:
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise TypeError(f"{value!r} is no text")
+    return value
+
+
+def _texts(value: Any) -> list[str]:
+    if not isinstance(value, list):
+        raise TypeError(f"{value!r} is no list")
+    return list(map(_text, value))
+
+
+def closure_of(lock: Lock, distribution: Distribution, *, may_be_empty: bool = False) -> Closure:
     """Return all that a distribution brings on any platform.
+
+    Args:
+        lock: The lock.
+        distribution: What is asked for.
+        may_be_empty: Whether it may bring nothing; it may where nobody asked for it by name.
 
     Raises:
         LockError: If the lock does not hold the distribution or one of its extras, or if nothing is brought: an empty
@@ -286,7 +306,7 @@ def closure_of(lock: Lock, distribution: Distribution) -> Closure:
         if each.package.name != distribution.name:
             packages.setdefault(key, each.package)
             chains.setdefault(key, each.links)  # the walk goes by length, so the first is a shortest one
-    if not packages:
+    if not packages and not may_be_empty:
         raise LockError(f"{distribution} brings nothing in {lock.path}, so there is nothing to check; leave it out")
     return Closure(
         distribution=distribution,
@@ -381,8 +401,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     try:
         lock = read_lock(arguments.lock)
-        wanted = [Distribution.parse(text) for text in arguments.distributions] or list(lock.members())
-        closures = [closure_of(lock, distribution) for distribution in wanted]
+        named = [Distribution.parse(text) for text in arguments.distributions]
+        wanted = named or list(lock.members())
+        if not wanted:
+            raise LockError(f"{arguments.lock} has no project of its own; name the distributions")
+        closures = [closure_of(lock, distribution, may_be_empty=not named) for distribution in wanted]
         shown, forbidden = _known(lock, arguments.show), _known(lock, arguments.forbid)
     except MisconfiguredError as error:
         print(f"error: {error}", file=sys.stderr)

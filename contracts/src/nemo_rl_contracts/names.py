@@ -6,6 +6,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
+from nemo_rl_contracts.type_checking import FLAGS, rebound
+
 __all__ = ["EXECUTORS", "IMPORTERS", "PROBES", "Names", "statements"]
 
 #: Function that imports, to (keyword that carries the name, phase of the import relative to the call).
@@ -20,7 +22,7 @@ IMPORTERS: Mapping[str, tuple[str, str]] = MappingProxyType(
         "importlib_resources.files": ("anchor", "eager"),
         **{
             f"importlib.resources.{name}": ("package", "eager")
-            for name in ("is_resource", "open_binary", "open_text", "read_binary", "read_text")
+            for name in ("contents", "is_resource", "open_binary", "open_text", "path", "read_binary", "read_text")
         },
         "lazy_loader.load": ("fullname", "lazy"),
         "pkgutil.get_data": ("package", "eager"),
@@ -33,7 +35,6 @@ IMPORTERS: Mapping[str, tuple[str, str]] = MappingProxyType(
 PROBES = frozenset({"importlib.util.find_spec"})
 EXECUTORS = frozenset({"exec", "eval", "builtins.exec", "builtins.eval"})
 
-_TYPE_CHECKING = frozenset({"typing.TYPE_CHECKING", "typing_extensions.TYPE_CHECKING"})
 _TYPING = frozenset({"typing", "typing_extensions"})
 _CATCHES_IMPORT_ERROR = frozenset({"ImportError", "ModuleNotFoundError", "Exception", "BaseException"})
 
@@ -65,33 +66,39 @@ class Names:
     constants: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, tree: ast.Module, *, package: str = "", functions: Iterable[str] = ()) -> "Names":
+    def of(
+        cls, tree: ast.Module, *, package: str = "", functions: Iterable[str] = (), is_usual: bool = False
+    ) -> "Names":
         """Collect them from a whole file.
 
         Args:
             tree: The file.
             package: The package that relative imports start from, "" if it is not known.
             functions: Full names of further functions that import.
+            is_usual: Whether its bytes show already that TYPE_CHECKING is the flag of typing everywhere.
         """
         special = frozenset({*IMPORTERS, *EXECUTORS, *PROBES, *functions})
+        holders = {function.rpartition(".")[0] for function in special} - {""}
         nodes = list(statements(tree.body))
         aliases: dict[str, str] = {}
         for name, target in _imported_names(nodes, package, special):
             known = aliases.get(name)
             # Typing's flag takes code away and an import function adds some, so the other meaning is the careful one.
-            if known is None or known in _TYPING | _TYPE_CHECKING or target in special:
+            if known is None or known in _TYPING | FLAGS or target in special:
                 aliases[name] = target
         names = cls(aliases=aliases)
         for name, value in _assigned_names(nodes):
             full = names.dotted(value)
             is_false = isinstance(value, ast.Constant) and value.value is False
-            if full in special | _TYPE_CHECKING:
+            if full in special | holders | FLAGS:
                 aliases.setdefault(name, full)
-            elif aliases.get(name) in _TYPE_CHECKING and not is_false:
+            elif aliases.get(name) in FLAGS and not is_false:
                 aliases[name] = name
             elif name == "TYPE_CHECKING" and is_false:
                 # `TYPE_CHECKING = False` without importing typing: type checkers know the idiom.
                 aliases.setdefault(name, "typing.TYPE_CHECKING")
+        for name in frozenset() if is_usual else rebound(tree, aliases):
+            aliases[name] = f"?{name}"  # it stands for something else too, and then a block under it may run
         return cls(aliases=aliases, constants=_constants(tree))
 
     def extended(self, inner: "Names") -> "Names":
@@ -119,7 +126,7 @@ class Names:
 
     def _plain_truth(self, test: ast.expr) -> bool | None:
         if isinstance(test, (ast.Name, ast.Attribute)):
-            return False if self.dotted(test) in _TYPE_CHECKING else None
+            return False if self.dotted(test) in FLAGS else None
         if isinstance(test, ast.BoolOp):
             decisive = isinstance(test.op, ast.Or)
             truths = [self.runtime_truth(value) for value in test.values]
@@ -185,7 +192,7 @@ def _imported_names(nodes: Iterable[ast.stmt], package: str, special: Iterable[s
             for alias in node.names:
                 full = [f"{module}.{alias.name}"]
                 if alias.name == "*":  # of all that it may bind, the names that matter here
-                    full = [name for name in (*special, *_TYPE_CHECKING) if name.rpartition(".")[0] == module]
+                    full = [name for name in (*special, *FLAGS) if name.rpartition(".")[0] == module]
                 for name in full:
                     yield alias.asname or name.rpartition(".")[2], name
 

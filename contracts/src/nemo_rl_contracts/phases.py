@@ -24,9 +24,10 @@ import tokenize
 import unicodedata
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from enum import StrEnum
 
+from nemo_rl_contracts.found import Form, FoundImport, Phase
 from nemo_rl_contracts.names import EXECUTORS, IMPORTERS, PROBES, Names
+from nemo_rl_contracts.type_checking import is_usual
 
 __all__ = ["Form", "FoundImport", "Phase", "find_imports", "may_import_dynamically"]
 
@@ -48,62 +49,6 @@ _EXECUTES = re.compile(rb"(?<![\w.])(?:exec|eval)(?:[\s\\)]|#[^\n]*\n)*\(")
 _TYPE_ALIAS: tuple[type, ...] = (ast.TypeAlias,) if sys.version_info >= (3, 12) else ()
 #: From Python 3.14 on annotations are evaluated when somebody asks for them (PEP 649).
 _ANNOTATIONS_ARE_EAGER = sys.version_info < (3, 14)
-
-
-class Phase(StrEnum):
-    """When an import runs."""
-
-    EAGER = "eager"
-    CONDITIONAL = "conditional"
-    LAZY = "lazy"
-    TYPING = "typing"
-
-    @property
-    def rank(self) -> int:
-        """Position in the order eager, conditional, lazy, typing."""
-        return _RANKS[self]
-
-    @classmethod
-    def of(cls, rank: int) -> "Phase":
-        """Return the phase of a rank."""
-        return list(cls)[rank]
-
-    def then(self, other: "Phase") -> "Phase":
-        """Return the phase of something of phase `other` below something of this one: the later of the two."""
-        return self if self.rank >= other.rank else other
-
-
-_RANKS = {phase: rank for rank, phase in enumerate(Phase)}
-
-
-class Form(StrEnum):
-    """How an import is written: a statement, or a literal given to a function that imports."""
-
-    STATEMENT = "statement"
-    DYNAMIC = "dynamic"
-
-
-@dataclass(frozen=True, kw_only=True)
-class FoundImport:
-    """One import.
-
-    Attributes:
-        module: Absolute name of the module; of ``from a import b`` it is ``a``, since only the file system can tell
-            whether ``a.b`` is a module. It keeps its leading dots where the package that they start from is unknown.
-        names: What a ``from`` statement takes out of it, ``("*",)`` for a star; empty for other forms.
-        lineno: Line of the statement or call, counted from 1.
-        phase: When it runs.
-        form: How it is written.
-        guarded: True inside a ``try`` that handles ImportError, or under ``contextlib.suppress`` of it: the import may
-            fail, but it runs.
-    """
-
-    module: str
-    names: tuple[str, ...] = ()
-    lineno: int
-    phase: Phase
-    form: Form
-    guarded: bool = False
 
 
 def may_import_dynamically(source: bytes) -> bool:
@@ -134,14 +79,17 @@ def find_imports(
     functions = tuple(import_functions)
     package = module if is_package else module.rpartition(".")[0]
     importers = dict(IMPORTERS) | dict.fromkeys(functions, ("name", "eager"))
-    names = Names.of(tree, package=package, functions=functions)
+    text = _spelled_out(source)
+    names = Names.of(tree, package=package, functions=functions, is_usual=is_usual(text))
+    if module:
+        names = replace(names, constants={**names.constants, "__name__": module, "__package__": package})
     walker = _Walker(
         names=names,
         module=module,
         package=package,
         annotations_run=_ANNOTATIONS_ARE_EAGER and not _has_future_annotations(tree),
         importers=importers,
-        call_lines=_lines_of_calls(_spelled_out(source), names, importers),
+        call_lines=_lines_of_calls(text, names, importers),
     )
     walker.walk(tree.body)
     return sorted(walker.found, key=lambda found: found.lineno)
@@ -393,10 +341,21 @@ class _Walker:
             if parent.strip("."):
                 self._add(parent, node, place)
         # A function that a configuration names may be called in the module that defines it.
-        elif (known := self._importers.get(function) or self._importers.get(f"{self._module}.{function}")) and (
-            name := self._named(node, keywords, known[0])
-        ):
-            self._add(name, node, place.at(Phase(known[1])))
+        elif known := self._importers.get(function) or self._importers.get(f"{self._module}.{function}"):
+            name = self._named(node, keywords, known[0])
+            if function.rpartition(".")[2] == "__import__":
+                self._plain_import(node, keywords, name, place)
+            elif name:
+                self._add(name, node, place.at(Phase(known[1])))
+
+    def _plain_import(self, node: ast.Call, keywords: Mapping[str | None, ast.expr], name: str, place: _Place) -> None:
+        """Add `__import__(name, globals, locals, fromlist, level)`, which is what a statement comes to."""
+        taken = node.args[3] if len(node.args) > 3 else keywords.get("fromlist")
+        level = node.args[4] if len(node.args) > 4 else keywords.get("level")
+        names = [self._names.text(item) for item in taken.elts] if isinstance(taken, (ast.List, ast.Tuple)) else []
+        dots = level.value if isinstance(level, ast.Constant) and isinstance(level.value, int) else 0
+        if name or dots:
+            self._add(_resolve("." * dots + name, self._package), node, place, tuple(text for text in names if text))
 
     def _named(self, node: ast.Call, keywords: Mapping[str | None, ast.expr], keyword: str) -> str:
         """Return the module that a call names by its first argument or by a keyword, "" of a computed one."""
@@ -412,7 +371,14 @@ class _Walker:
         return self._names.text(package) or known.get(self._names.dotted(package), "")
 
     def _executed(self, node: ast.Call, place: _Place) -> None:
-        text = self._names.text(node.args[0]) if node.args else None
+        code = node.args[0] if node.args else None
+        if (
+            isinstance(code, ast.Call)
+            and self._names.dotted(code.func) in ("compile", "builtins.compile")
+            and code.args
+        ):
+            code = code.args[0]
+        text = self._names.text(code)
         if text is None:
             return
         try:

@@ -16,7 +16,7 @@ from nemo_rl_contracts.errors import MisconfiguredError
 from nemo_rl_contracts.formats import mermaid_of
 from nemo_rl_contracts.known_names import KnownNames
 from nemo_rl_contracts.phases import Phase
-from nemo_rl_contracts.running import build_graph
+from nemo_rl_contracts.running import build_graph, put_on_path
 from nemo_rl_contracts.sources import Reader, find_sources, package_folders, shown
 from nemo_rl_contracts.violations import Hop, Violation, counted, hops_of
 
@@ -164,9 +164,12 @@ def locate(target: str) -> tuple[str, list[Path]]:
     Raises:
         MisconfiguredError: If there is none, or more than one.
     """
+    if not target.strip():
+        raise MisconfiguredError("PATH is a package's folder or its name; got ''. The working directory is '.'")
     path = Path(target)
     if not path.exists():
         if all(part.isidentifier() for part in target.split(".")):
+            put_on_path(Path.cwd())
             return target, package_folders(target)
         raise MisconfiguredError(f"{target!r} is neither a folder nor the name of an installed package")
     path = path.resolve()
@@ -195,7 +198,10 @@ def locate(target: str) -> tuple[str, list[Path]]:
         raise MisconfiguredError(f"{target}: {name!r} can't be written in an import, so nothing can import it")
     if "." in name:
         raise MisconfiguredError(f"{target} is a part of the package {package}; report on the whole of it")
-    sys.path.insert(0, str(package.parent))
+    above = _namespace_of(package, target)
+    root = package.parents[len(above)]
+    name = ".".join((*above, name))
+    sys.path.insert(0, str(root))
     folders = package_folders(name)
     if not any(folder.resolve() == package for folder in folders):
         raise MisconfiguredError(
@@ -203,6 +209,33 @@ def locate(target: str) -> tuple[str, list[Path]]:
             f"loaded already, since this command uses it itself. Give its name instead to report on that copy"
         )
     return name, folders
+
+
+def _namespace_of(package: Path, target: str) -> tuple[str, ...]:
+    """Return the names of the namespace packages above a package, as far as the import path shows them.
+
+    Raises:
+        MisconfiguredError: If the folder above may be one, or may be a folder of sources.
+    """
+    here = Path.cwd().resolve()
+    entries = {Path(folder or ".").resolve() for folder in sys.path} | {here, here / "src"}
+    above: list[str] = []
+    for folder in package.parents:
+        if folder in entries:
+            # What lies right in the working directory may be either.
+            if above and folder == here:
+                name = ".".join((*above, package.stem))
+                raise MisconfiguredError(
+                    f"{target} may be {name}, a part of a namespace package, or {package.stem} with "
+                    f"{shown(package.parent)} as its folder of sources. Give the name {name!r} for the first, and run it "
+                    f"in {shown(package.parent)} for the second"
+                )
+            return tuple(above)
+        is_project = any((folder / name).exists() for name in ("pyproject.toml", "setup.py", "setup.cfg", ".git"))
+        if is_project or folder.name in ("src", "lib", "python") or not folder.name.isidentifier():
+            return ()
+        above.insert(0, folder.name)
+    return ()
 
 
 def report(
@@ -251,7 +284,11 @@ def _graph_of_file(module: str, reader: Reader) -> ImportGraph:
 
 
 def unknown_names(package: str, names: Sequence[str]) -> list[str]:
-    """Return those of some names that a package imports although they are not installed, declared or locked.
+    """Return those of some names that an environment may not know where they are not installed: neither declared nor locked.
+
+    Args:
+        package: The package that is not to reach them.
+        names: The names.
 
     Raises:
         MisconfiguredError: If a name is one that nobody imports or knows.
@@ -263,11 +300,9 @@ def unknown_names(package: str, names: Sequence[str]) -> list[str]:
     for name in names:
         if covers(package, name):
             continue
-        try:
+        if not imports.importers(name):
             known.require(name)
-        except MisconfiguredError:
-            if not imports.importers(name):
-                raise
+        if not known.is_written(name):
             found.append(name)
     return found
 

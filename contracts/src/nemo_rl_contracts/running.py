@@ -2,7 +2,6 @@
 """Run our contract types as a configuration says, in one go: configuration, graph, contracts, outcome."""
 
 import configparser
-import difflib
 import enum
 import os
 import sys
@@ -19,7 +18,14 @@ from importlinter.domain.contract import InvalidContractOptions
 from nemo_rl_contracts import contract_types
 from nemo_rl_contracts.contract_types.base import NO_CACHE, FirewallContract, is_on, root_packages
 from nemo_rl_contracts.errors import MisconfiguredError, NotCoveredError
-from nemo_rl_contracts.sources import package_folders
+from nemo_rl_contracts.graph_cache import distrust_if_changed
+from nemo_rl_contracts.placing import (
+    refuse_misplaced,
+    refuse_unplaced_types,
+    registered_types,
+    require_plain_values,
+)
+from nemo_rl_contracts.sources import CACHE_FOLDER, find_sources, package_folders, shown
 from nemo_rl_contracts.violations import Violation
 
 __all__ = [
@@ -120,8 +126,9 @@ def read(path: Path | None) -> Configuration:
         path: The file; None looks for the usual ones in the working directory.
 
     Raises:
-        MisconfiguredError: If there is none, or it has no contract of our types.
+        MisconfiguredError: If there is none, it has no contract of our types, or it holds something that nobody reads.
     """
+    refuse_misplaced(path)
     try:
         raw = read_configuration(None if path is None else os.fspath(path))
     except FileNotFoundError as error:
@@ -132,13 +139,13 @@ def read(path: Path | None) -> Configuration:
         raise MisconfiguredError(f"the configuration has no {error}") from error
     except (ValueError, OSError, configparser.Error) as error:
         raise MisconfiguredError(f"the configuration can't be read: {error}") from error
-    registered = _registered(raw["session_options"])
-    _refuse_mistyped_types(raw, registered)
+    registered, others = registered_types(raw["session_options"])
+    refuse_unplaced_types(raw["contracts_options"], registered, others)
     contracts = [
-        (registered[options["type"]], options)
-        for options in raw["contracts_options"]
-        if options.get("type") in registered
+        (registered[options["type"]], options) for options in raw["contracts_options"] if options["type"] in registered
     ]
+    for _, options in contracts:
+        require_plain_values(options)
     names = [str(options.get("name", "")) for _, options in contracts]
     if twice := sorted({name for name in names if names.count(name) > 1}):
         raise MisconfiguredError(
@@ -156,29 +163,6 @@ def read(path: Path | None) -> Configuration:
     )
 
 
-def _registered(session: Mapping[str, Any]) -> dict[str, str]:
-    """Return our types by the names that a configuration uses for them."""
-    lines = session.get("contract_types") or []
-    names = {name: name for name in OUR_TYPES}
-    for line in [lines] if isinstance(lines, str) else lines:
-        alias, _, target = (part.strip() for part in line.partition(":"))
-        attribute = target.rpartition(".")[2]
-        if target.startswith("nemo_rl_contracts.") and attribute in contract_types.__all__:
-            names[alias] = getattr(contract_types, attribute).rule
-    return names
-
-
-def _refuse_mistyped_types(raw: Mapping[str, Any], ours: Iterable[str]) -> None:
-    """Refuse a type that nobody registers and that looks like one of ours: it would be checked by nobody here."""
-    lines = raw["session_options"].get("contract_types") or []
-    registered = {line.partition(":")[0].strip() for line in ([lines] if isinstance(lines, str) else lines)}
-    for options in raw["contracts_options"]:
-        kind = str(options.get("type", ""))
-        near = difflib.get_close_matches(kind, ours, n=1, cutoff=0.75)
-        if kind not in ours and kind not in registered and near:
-            raise MisconfiguredError(f"no contract type is called {kind!r}; did you mean {near[0]!r}?")
-
-
 def build_graph(
     roots: Iterable[str], *, exclude_type_checking: bool = False, cache_dir: str | None = GRAPH_CACHE
 ) -> grimp.ImportGraph:
@@ -190,13 +174,20 @@ def build_graph(
         cache_dir: Where results are kept between runs; None keeps nothing.
 
     Raises:
-        MisconfiguredError: If a package can't be found.
-        NotCoveredError: If a file can't be parsed or decoded: there is no graph then.
+        MisconfiguredError: If a package can't be found, or nothing can be kept in `cache_dir`.
+        NotCoveredError: If a file can't be parsed or decoded, is no ordinary file, or a link leads in a circle: there is no
+            graph then.
     """
     roots = list(roots)
     for root in roots:
-        if any(folder.is_file() for folder in package_folders(root)):
-            raise MisconfiguredError(f"{root!r} is a single file; an import graph takes packages")
+        for folder in package_folders(root):
+            if folder.is_file():
+                raise MisconfiguredError(f"{root!r} is a single file; an import graph takes packages")
+            _require_plain_files(folder)
+    if cache_dir is not None:
+        _require_folder(Path(cache_dir))
+        files = [file.path for root in roots for file in find_sources(root)[0]]
+        distrust_if_changed(Path(cache_dir), files, folder=Path(CACHE_FOLDER))
     try:
         return grimp.build_graph(
             *roots,
@@ -218,6 +209,39 @@ def build_graph(
         raise MisconfiguredError(
             f"{error}; a root package has to be installed, or lie in the working directory or in its src"
         ) from error
+
+
+def _require_folder(cache_dir: Path) -> None:
+    """Make the folder in which results are kept; grimp would fail in the middle."""
+    try:
+        cache_dir.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise MisconfiguredError(
+            f"results are kept in a folder, and {cache_dir} can't be one: {error.strerror or error}. Give another "
+            f"--cache-dir, or --no-cache"
+        ) from error
+
+
+def _require_plain_files(top: Path) -> None:
+    """Refuse what grimp would follow without end, or wait for: links in a circle, pipes and devices."""
+    waiting = [(top, frozenset({top.resolve()}))]
+    while waiting:
+        folder, above = waiting.pop()
+        for path in sorted(folder.iterdir() if os.access(folder, os.R_OK) else ()):
+            if path.is_dir():
+                # Where a folder has another name than one can import, nobody follows it.
+                real = path.resolve()
+                if path.is_symlink() and real in above and path.name.isidentifier():
+                    raise NotCoveredError(
+                        f"{shown(path.parent)}/{path.name} is a link to a folder above it ({shown(real)}), so its modules "
+                        f"have no end; take it out"
+                    )
+                if real not in above and path.name != "__pycache__":
+                    waiting.append((path, above | {real}))
+            elif path.suffix == ".py" and path.exists() and not path.is_file():
+                raise NotCoveredError(
+                    f"{shown(path)} is no ordinary file, so nothing can be said about it; take it out"
+                )
 
 
 def run(configuration: Configuration, *, cache_dir: str | None = GRAPH_CACHE) -> list[Outcome]:

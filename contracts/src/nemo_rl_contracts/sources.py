@@ -7,14 +7,14 @@ import importlib.util
 import json
 import os
 import sys
-import tempfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from nemo_rl_contracts import names, phases
 from nemo_rl_contracts.errors import MisconfiguredError, NotCoveredError
 from nemo_rl_contracts.phases import Form, FoundImport, Phase, find_imports, may_import_dynamically
+from nemo_rl_contracts.slices import imports_at, lines_of
 
 __all__ = ["CACHE_FOLDER", "Reader", "SourceFile", "Stray", "find_sources", "package_folders", "shown"]
 
@@ -47,11 +47,13 @@ class Stray:
         path: The file.
         reason: Why, as the end of a sentence.
         compiled: True of an extension module: it has no source that could be read.
+        module: The name under which Python would import it all the same, "" where there is none.
     """
 
     path: Path
     reason: str
     compiled: bool = False
+    module: str = ""
 
 
 def package_folders(package: str) -> list[Path]:
@@ -141,7 +143,8 @@ def _walk(top: Path, package: str) -> Iterator[SourceFile | Stray]:
                 own = reason or (f"no module can have the name {path.stem!r}" if "." in path.stem else "")
                 parts = [package, *relative.parts, *([] if name == "__init__.py" else [path.stem])]
                 if own:
-                    yield Stray(path=path, reason=own)
+                    importable = all(part.isidentifier() for part in parts)
+                    yield Stray(path=path, reason=own, module=".".join(parts) if importable else "")
                 else:
                     yield SourceFile(module=".".join(parts), path=path, is_package=name == "__init__.py")
 
@@ -188,6 +191,7 @@ class Reader:
         self._functions = tuple(sorted(import_functions))
         self._bytes: dict[str, bytes] = {}
         self._imports: dict[str, list[FoundImport]] = {}
+        self._lines: dict[str, Sequence[bytes] | None] = {}
         self._cache = _Cache(cache_folder) if cache_folder is not None else None
 
     def source(self, module: str) -> bytes:
@@ -214,6 +218,23 @@ class Reader:
             self._imports[module] = self._read(self.files[module])
         return self._imports[module]
 
+    def imports_at(self, module: str, lineno: int) -> list[FoundImport] | None:
+        """Return what one import statement of a module imports, None where the whole file has to be parsed to tell.
+
+        Args:
+            module: The module; every TYPE_CHECKING in its file is the flag of typing.
+            lineno: A line on which an import statement is known to stand.
+
+        Raises:
+            NotCoveredError: If the file can't be read.
+        """
+        if module not in self._lines:
+            self._lines[module] = lines_of(self.source(module))
+        lines = self._lines[module]
+        if lines is None:
+            return None
+        return imports_at(lines, lineno, module=module, is_package=self.files[module].is_package)
+
     def may_import_dynamically(self, module: str) -> bool:
         """Tell whether a call in a module may import something; cheap, and never wrongly False.
 
@@ -223,6 +244,26 @@ class Reader:
         source = self.source(module)
         return may_import_dynamically(source) or any(
             name.rpartition(".")[2].encode() in source for name in self._functions
+        )
+
+    def may_name(self, module: str, target: str) -> bool:
+        """Tell from its bytes whether a call in a module may import a target or something below it.
+
+        Args:
+            module: The module.
+            target: What may be imported: its last part, or the front of it as a text that is put together, stands in
+                the file, or the file computes names from its own.
+
+        Raises:
+            NotCoveredError: If the file can't be read.
+        """
+        source = self.source(module)
+        last = target.rpartition(".")[2].encode()
+        if last in source or b"__name__" in source or b"__package__" in source or not source.isascii():
+            return True
+        fronts = (last[:length] for length in range(1, len(last)))
+        return any(
+            before + front + quote in source for front in fronts for quote in (b"'", b'"') for before in (quote, b".")
         )
 
     def exported(self, module: str) -> Mapping[str, bool]:
@@ -349,6 +390,8 @@ class _Cache:
             return
         if len(self._rows) > 2 * len(self._used) + 1000:
             self._rows = {key: row for key, row in self._rows.items() if key in self._used}
+        import tempfile  # lazily: most runs have nothing to save
+
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             (self._path.parent / ".gitignore").write_text("*\n", encoding="utf-8")

@@ -22,7 +22,7 @@ class VllmConfig(BaseModel):
         async_engine: Use the asynchronous engine.
         load_format: How the engine gets its first weights: ``dummy`` waits for the first refit; None means ``dummy``
             in training and ``auto`` otherwise.
-        precision: Precision of the engine's weights.
+        precision: Precision of the engine's weights; ``auto`` is that of the policy.
         kv_cache_dtype: Type of the KV cache; the FP8 ones need FP8 weights or given scales.
         enforce_eager: Switch CUDA graphs and compilation off.
         expose_http_server: Serve an OpenAI-style endpoint; needs ``async_engine``.
@@ -49,7 +49,7 @@ class VllmConfig(BaseModel):
     skip_tokenizer_init: bool | None = None
     async_engine: bool = False
     load_format: Literal["dummy", "auto", "safetensors"] | None = None
-    precision: Literal["auto", "bfloat16", "float16", "float32", "fp8"] = "bfloat16"
+    precision: Literal["auto", "bfloat16", "float16", "float32", "fp8"] = "auto"
     kv_cache_dtype: Literal["auto", "fp8", "fp8_e4m3"] = "auto"
     enforce_eager: bool = False
     expose_http_server: bool = False

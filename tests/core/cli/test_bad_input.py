@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What bad input gets: one clear message, exit code 2, and nothing started or written."""
 
+import platform
 import subprocess
 import sys
 from pathlib import Path
@@ -206,10 +207,20 @@ def test_a_backend_of_somebody_else_needs_no_change_in_core(tmp_path):
 
 
 def test_the_vllm_backend_without_its_engine_names_the_pip_command(capsys):
-    code, _, err = dry_run(capsys, f"{GENERATION}.backend=vllm")
+    code, _, err = dry_run(capsys, f"{GENERATION}.backend=vllm", "cluster.device=cuda")
     assert code == 2
     assert 'pip install "nemo-rl-core[vllm]"' in err
     assert "env.py_executables.vllm" in err
+
+
+def test_the_vllm_backend_without_a_gpu_names_the_command_that_builds_its_environment(capsys, tmp_path, monkeypatch):
+    """U11, R3, R15: one line before any worker starts, also where half of it is there."""
+    monkeypatch.setenv("NEMO_RL_VENV_DIR", str(tmp_path))
+    code, out, err = dry_run(capsys, f"{GENERATION}.backend=vllm", "cluster.device=cpu")
+    assert (code, out) == (2, "")
+    assert err.endswith("'vllm-cpu' is not built on " + platform.node() + ": run `nemo-rl env build vllm-cpu`\n")
+    assert err.count("\n") == 1
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_user_task_that_imports_the_engine_is_refused_in_the_driver(tmp_path):
@@ -268,14 +279,10 @@ def test_inheritance_and_overrides_reach_the_plan(capsys, tmp_path):
     assert "7 of 1024 completions" in out
 
 
-def test_backends_are_listed_with_their_states(capsys):
-    assert main(["backends"]) == 0
-    lines = {line.split()[0]: line.split()[1] for line in capsys.readouterr().out.splitlines()}
-    assert lines["torch"] == "available"
-    assert lines["vllm"] == "available"
+HELP = [["--help"], ["--version"], ["train", "--help"], ["backends", "--help"], ["env", "--help"]]
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["train", "--help"], ["backends", "--help"], ["--version"]])
+@pytest.mark.parametrize("arguments", [*HELP, ["env", "build", "--help"]])
 def test_help_loads_neither_torch_nor_ray_nor_transformers(arguments):
     """F31, U2."""
     probe = (

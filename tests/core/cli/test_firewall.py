@@ -111,6 +111,21 @@ def test_text_and_document_tell_apart_what_a_preload_does(python, capfd):
     assert [(found["modules"], found["preloads"]) for found in document["findings"]] == [([], ["loads.b"])]
 
 
+def test_a_forbidden_name_that_looks_like_a_typo_is_told_where_the_verdict_stands(python, capfd):
+    """The exit code stays, since an absent package may be forbidden; without a near name nothing is said."""
+    code, out, _ = run(capfd, python, "clean", "--forbid", "engin", "--forbid", "nothing_like_it")
+    assert code == 0
+    assert "forbidden  engin, not installed here; did you mean engine?\n" in out
+    assert "forbidden  nothing_like_it, not installed here\n" in out
+    assert "or asks for it; engin is not installed here; did you mean engine? (exit code 0)\n" in out
+    _, out, _ = run(capfd, python, "clean", "--json", "--forbid", "engin", "--forbid", "nothing_like_it")
+    assert [(name["is_installed"], name["near"]) for name in json.loads(out)["forbid"]] == [
+        (True, []),
+        (False, ["engine"]),
+        (False, []),
+    ]
+
+
 def test_the_text_says_why_something_is_not_proven(python, capfd):
     _, out, _ = run(capfd, python, "broken")
     assert "broken.a: ModuleNotFoundError: No module named 'no_such_dependency'" in out

@@ -270,3 +270,21 @@ guard.arm("driver")
 answer([after_block, [v.role for v in guard.ledger().violations]])
 """
     assert sandbox.run(code).answer == [1, ["train"]]
+
+
+def test_the_policy_in_force_goes_to_children_with_its_further_names(sandbox: Sandbox) -> None:
+    """F22: also to one of another role; without a policy there is nothing to hand on."""
+    code = """
+from nemo_rl_core import guard
+try:
+    guard.environment_for_children()
+except RuntimeError as caught:
+    error = str(caught)
+guard.arm("train", forbid=["innocent"], on_violation="record", allow=["flashinfer"], allow_importers=["my.bridge"])
+same = guard.policy.policy_from_environment(guard.environment_for_children()) == guard.current_policy()
+other = guard.policy.policy_from_environment(guard.environment_for_children("rollout"))
+answer([error, same, other.role, other.forbid, other.on_violation, other.allow, other.allow_importers])
+"""
+    error, *rest = sandbox.run(code).answer
+    assert "call arm(role) first" in error
+    assert rest == [True, "rollout", ["innocent"], "record", ["flashinfer"], ["my.bridge"]]

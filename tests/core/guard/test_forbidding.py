@@ -74,6 +74,108 @@ answer([seen, sys.meta_path is before])
     assert sandbox.run(code).answer == [[[True, True], [None, None], between, [False, False]], True]
 
 
+@pytest.mark.parametrize("order", [(0, 1, 2), (0, 2, 1), (1, 0, 2), (1, 2, 0), (2, 0, 1), (2, 1, 0)])
+def test_a_loaded_package_stays_hidden_until_the_last_block_that_forbids_it_ends(
+    sandbox: Sandbox, order: tuple[int, int, int]
+) -> None:
+    """F15: three blocks that overlap; another package that only one of them forbids is back when that one ends."""
+    code = f"""{HEAD}
+import vllm, vllm.config, innocent
+before = dict(sys.modules)
+blocks = [guard.forbidding("vllm", "innocent"), guard.forbidding("vllm"), guard.forbidding("vllm")]
+reads = [block.__enter__() for block in blocks]
+seen = []
+for index in {order!r}:
+    blocks[index].__exit__(None, None, None)
+    try:
+        import vllm.config
+        seen.append(True)
+    except guard.ForbiddenImportError:
+        seen.append("vllm" in sys.modules)
+same = all(sys.modules[name] is before[name] for name in ("vllm", "vllm.config", "innocent"))
+answer([seen, same, sum(each.count for read in reads for each in read().violations)])
+"""
+    # Each of the two refusals is on record once, with whichever layer was asked first.
+    assert sandbox.run(code).answer == [[False, False, True], True, 2]
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+@pytest.mark.parametrize("is_loaded", [True, False])
+def test_a_stub_of_a_block_is_gone_after_the_last_block(
+    sandbox: Sandbox, order: tuple[int, int], is_loaded: bool
+) -> None:
+    """F19: also where the package was not loaded before, and where a second block came after the stub."""
+    code = f"""{HEAD}
+if {is_loaded}:
+    import innocent
+before = sys.modules.get("innocent")
+blocks = [guard.forbidding("innocent"), guard.forbidding("innocent")]
+blocks[0].__enter__()
+sys.modules["innocent"] = sys.modules["innocent.part"] = object()
+blocks[1].__enter__()
+hidden = "innocent" not in sys.modules
+for index in {order!r}:
+    blocks[index].__exit__(None, None, None)
+answer([hidden, sys.modules.get("innocent") is before, "innocent.part" in sys.modules, refused("innocent")])
+"""
+    assert sandbox.run(code).answer == [True, True, False, False]
+
+
+def test_a_process_that_is_armed_or_disarmed_within_a_block_brings_nothing_back(sandbox: Sandbox) -> None:
+    """F15: a block that ends does not load the engine in a process that was armed meanwhile, nor does `disarm`."""
+    code = f"""{HEAD}
+import vllm
+before, seen = vllm, []
+def gone():
+    return sys.modules.get("vllm") is None and importlib.util.find_spec("flashinfer") is None
+with guard.forbidding("vllm", "flashinfer"):
+    guard.arm("train")
+seen.append([gone(), guard.is_armed()])
+guard.disarm()
+seen.append(sys.modules["vllm"] is before)
+guard.arm("train", on_violation="record")
+with guard.forbidding("vllm", "flashinfer"):
+    guard.disarm()
+    seen.append([gone(), refused("vllm")])
+seen.append(sys.modules["vllm"] is before)
+answer(seen)
+"""
+    assert sandbox.run(code).answer == [[True, True], True, [True, True], True]
+
+
+def test_what_an_allowed_importer_has_loaded_is_back_after_a_block(sandbox: Sandbox) -> None:
+    """Also where the process was armed anew within the block."""
+    sandbox.write({"bridge.py": "import vllm\n"})
+    code = f"""{HEAD}
+guard.arm("train", allow_importers=["bridge"])
+import bridge
+before = sys.modules["vllm"]
+with guard.forbidding("vllm"):
+    inside = "vllm" in sys.modules
+    with guard.armed("generation"):
+        pass
+answer([inside, sys.modules.get("vllm") is before])
+"""
+    assert sandbox.run(code).answer == [False, True]
+
+
+def test_a_forked_child_inherits_the_block_with_a_ledger_of_its_own_and_a_new_interpreter_does_not(
+    sandbox: Sandbox,
+) -> None:
+    """F22: as the page on it says."""
+    code = f"""{HEAD}
+import subprocess
+with guard.forbidding("innocent") as read:
+    started = subprocess.run([sys.executable, "-c", "import innocent"], timeout=60).returncode
+    child = os.fork()
+    if not child:
+        os._exit(10 * refused("innocent") + len(read().violations))
+    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+answer([started, status, len(read().violations)])
+"""
+    assert sandbox.run(code).answer == [0, 11, 0]
+
+
 def test_a_block_and_the_rule_of_the_process_stand_side_by_side(sandbox: Sandbox) -> None:
     """Whichever came first; each has its ledger, and arming or disarming inside the block leaves the block alone."""
     code = f"""{HEAD}

@@ -18,7 +18,7 @@ from nemo_rl_core.guard.records import Attempt, Ledger, Violation
 from nemo_rl_core.protocols.generation import Completion, GenerationRequest, GenerationWorker, SamplingParams
 from nemo_rl_core.protocols.settings import GenerationSettings
 from nemo_rl_core.testing.generation import ScriptedGenerator
-from nemo_rl_core.testing.wire import WireError, check_crossing, table_of
+from nemo_rl_core.testing.wire import WireError, check_crossing, check_stream, table_of
 from nemo_rl_core.workers.torch_generation import TorchGenerationWorker
 from tests.core.workers.test_torch_generation import make_worker, model, refit_from, worker  # noqa: F401 - fixtures
 
@@ -114,6 +114,26 @@ def test_the_result_of_each_method_needs_core_at_most(make_worker, model):  # no
     assert {row.path.partition("()")[0] for row in rows} == set(CALLS)
     assert "generate()[0].logprobs" in {row.path for row in rows}
     assert {row.path: row.roots for row in rows if row.roots} == {"generate()[0]": {"nemo_rl_core"}}
+
+
+@pytest.mark.usefixtures("engine")
+def test_what_ray_writes_is_held_to_the_same_rule(make_worker, shell):  # noqa: F811 - the fixtures
+    """U8: it pickles by its own cloudpickle, with protocol 5, and sends by value what lives in no module."""
+    ray_pickle = pytest.importorskip("ray.cloudpickle")
+    worker = make_worker()  # noqa: F811
+    for method in ("num_receiving_ranks", "describe"):
+        check_stream(ray_pickle.dumps(CALLS[method](worker)), f"{method}()")
+    shell.build("engine_worker:EngineWorker", (), {}, None, 5.0)
+    outcome = shell.call("generate", ([REQUEST],), {})
+    assert {each.root for each in check_stream(ray_pickle.dumps(outcome), "generate()")} == {"nemo_rl_core"}
+    with pytest.raises(WireError, match=r"slip\(\) needs 'vllm'"):
+        check_stream(ray_pickle.dumps(shell.call("slip", (), {})), "slip()")
+
+    class OfNoModule:
+        pass
+
+    with pytest.raises(WireError, match=r"local needs 'ray' \(ray\.cloudpickle"):
+        check_stream(ray_pickle.dumps(OfNoModule()), "local")
 
 
 @pytest.mark.parametrize("method", SHELL_CALLS)

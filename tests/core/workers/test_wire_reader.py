@@ -1,18 +1,36 @@
 # SPDX-License-Identifier: Apache-2.0
 """The reader of pickles that the wire's proof rests on: it finds what `pickle` itself would import, and nothing else."""
 
+import array
 import collections
 import copyreg
 import datetime
 import decimal
 import enum
 import fractions
+import functools
+import http
+import importlib.metadata
+import importlib.resources
+import importlib.util
 import io
+import ipaddress
+import json
+import logging.config
+import operator
+import os
 import pathlib
 import pickle
 import pickletools
 import pkgutil
+import pydoc
+import re
+import runpy
+import signal
+import subprocess
 import sys
+import time
+import types
 import uuid
 from dataclasses import dataclass, field
 
@@ -25,9 +43,12 @@ from packaging.version import Version
 
 from nemo_rl_core.errors import RefitTimeoutError
 from nemo_rl_core.protocols.generation import Completion
-from nemo_rl_core.testing.wire import WireError, check_crossing, crossings, globals_of, roots_of, table_of
+from nemo_rl_core.testing.wire import WireError, check_crossing, check_stream, crossings, globals_of, roots_of, table_of
 
 COMPLETION = Completion(token_ids=(1, 2), logprobs=(-0.5, -0.25), finish_reason="stop", weight_version=3)
+
+
+HERE = {"nemo_rl_core", __name__.partition(".")[0]}
 
 
 class Colour(enum.Enum):
@@ -234,7 +255,8 @@ def test_every_field_is_listed_with_what_it_needs():
 
 @given(VALUES)
 def test_the_fields_together_need_what_the_whole_needs(value):
-    assert frozenset().union(*(row.globals for row in crossings(value))) == globals_of(pickle.dumps(value))
+    whole = globals_of(pickle.dumps(value, 4)) | globals_of(pickle.dumps(value, 5))
+    assert frozenset().union(*(row.globals for row in crossings(value))) == whole
 
 
 def test_the_table_says_field_type_and_packages():
@@ -288,8 +310,172 @@ class Loads:
 
 
 def test_a_call_that_can_load_anything_is_refused_though_it_is_the_standard_librarys():
-    with pytest.raises(WireError, match=r"x\[0\] calls builtins\.__import__ when it is read, which can load anything"):
+    words = (
+        r"x\[0\] names builtins\.__import__, which is no plain value of the standard library and could load anything"
+    )
+    with pytest.raises(WireError, match=words):
         check_crossing([Loads()], "x")
+
+
+class Calls:
+    """Says to its reader: call this with that."""
+
+    def __init__(self, function, *arguments):
+        self.call = function, arguments
+
+    def __reduce__(self):
+        return self.call
+
+
+ENTRY_POINT = importlib.metadata.EntryPoint("x", "json", "nobody")
+
+#: Ways to make the reader load or run something that is only an argument, or only bytes.
+DOORS = {
+    "builtins.eval": Calls(eval, "1"),
+    "importlib.import_module": Calls(importlib.import_module, "json"),
+    "_frozen_importlib._gcd_import": Calls(importlib._bootstrap._gcd_import, "json"),
+    "importlib.util.find_spec": Calls(importlib.util.find_spec, "json.tool"),
+    "importlib.resources._common.files": Calls(importlib.resources.files, "json"),
+    "importlib.metadata.EntryPoint": Calls(operator.methodcaller("load"), ENTRY_POINT),
+    "operator.methodcaller": Calls(operator.methodcaller("load"), ENTRY_POINT),
+    "operator.attrgetter": Calls(operator.attrgetter("real"), 1),
+    "pydoc.safeimport": Calls(pydoc.safeimport, "json"),
+    "logging.config._resolve": Calls(logging.config._resolve, "json"),
+    "pkgutil.get_data": Calls(pkgutil.get_data, "json", "x"),
+    "pkgutil.resolve_name": Calls(pkgutil.resolve_name, "json"),
+    "runpy.run_module": Calls(runpy.run_module, "json"),
+    "posix.system": Calls(os.system, "true"),
+    "subprocess.run": Calls(subprocess.run, ["true"]),
+    "subprocess.Popen": Calls(subprocess.Popen, ["true"]),
+    "_pickle.loads": Calls(pickle.loads, pickle.dumps([], 0)),
+    "functools.partial": functools.partial(int, "1"),
+    "builtins.getattr": "text".upper,
+    "builtins.len": len,
+}
+
+
+@pytest.mark.parametrize("door", DOORS)
+def test_of_the_standard_library_only_plain_values_may_be_named(door):
+    """Not a list of doors, which would never be complete: whatever is no plain value is one."""
+    with pytest.raises(WireError, match=rf"x\['field'\](\.\w+)? names {re.escape(door)}, which is no plain value"):
+        check_crossing({"plain": 1, "field": DOORS[door]}, "x")
+    assert check_crossing(DOORS[door], allowed={door.partition(".")[0], "importlib", "operator", "builtins"})
+
+
+def test_a_full_name_in_allowed_adds_that_one():
+    assert check_crossing(re.compile("a"), allowed=["re._compile"])
+    with pytest.raises(WireError, match=r"names re\._compile"):
+        check_crossing(re.compile("a"), allowed=["re.compile", "_compile"])
+
+
+@pytest.mark.parametrize("protocol", range(pickle.HIGHEST_PROTOCOL + 1))
+def test_plain_values_exceptions_and_enums_of_the_standard_library_pass(protocol):
+    values = [
+        *(
+            1,
+            1.5,
+            1j,
+            True,
+            None,
+            ...,
+            NotImplemented,
+            "a",
+            b"a",
+            bytearray(b"a"),
+            (1,),
+            [1],
+            {1: 2},
+            {1},
+            frozenset({1}),
+        ),
+        *(range(2), slice(1), collections.OrderedDict(a=1), collections.Counter("a"), collections.deque([1])),
+        *(collections.defaultdict(int, a=1), collections.ChainMap({}), collections.UserDict(), array.array("i", [1])),
+        *(datetime.datetime(2026, 12, 1, tzinfo=datetime.UTC), datetime.timedelta(1), decimal.Decimal(1)),
+        *(fractions.Fraction(1, 2), pathlib.Path("a"), pathlib.PureWindowsPath("a"), uuid.UUID(int=1)),
+        *(ipaddress.ip_network("10.0.0.0/8"), types.SimpleNamespace(a=1), time.gmtime(0), io.BytesIO(b"a")),
+        *(KeyError("a"), OSError(2, "a"), ExceptionGroup("a", [ValueError()]), subprocess.CalledProcessError(1, "a")),
+        *(json.JSONDecodeError("a", "b", 0), TimeoutError(), http.HTTPStatus.OK, signal.SIGTERM),
+        *(torch.arange(3), torch.float32, numpy.arange(3), numpy.float32(1), numpy.array(["a", None], dtype=object)),
+    ]
+    for value in values:
+        assert check_crossing(value, "x")
+        if protocol >= 4:
+            check_stream(pickle.dumps(value, protocol), "x")
+
+
+class InNewProtocols:
+    """Data for who asks for an old protocol, something of a package for Ray."""
+
+    def __init__(self, protocols):
+        self.protocols = protocols
+
+    def __reduce_ex__(self, protocol):
+        return (Version, ("1.0",)) if protocol in self.protocols else (dict, ())
+
+
+@pytest.mark.parametrize("protocol", range(2, pickle.HIGHEST_PROTOCOL + 1))
+def test_what_any_protocol_needs_counts(protocol):
+    """F50, U8: Python writes 4 or 5, Ray 5, torch.save 2."""
+    with pytest.raises(WireError, match=r"x\[1\]\.inner needs 'packaging'"):
+        check_crossing([types.SimpleNamespace(a=1), Outer(InNewProtocols({protocol}))], "x", allowed=HERE)
+    assert roots_of(pickle.dumps(InNewProtocols({protocol}), protocol)) == {"packaging"}
+
+
+class OnlyInNewProtocols:
+    def __reduce_ex__(self, protocol):
+        if protocol < 4:
+            raise TypeError(protocol)
+        return dict, ()
+
+
+def test_what_an_old_protocol_cannot_write_is_no_fault():
+    assert [row.roots for row in check_crossing(OnlyInNewProtocols(), "x")] == [{"builtins"}]
+
+
+@pytest.mark.parametrize("protocol", range(pickle.HIGHEST_PROTOCOL + 1))
+def test_bytes_that_hold_a_pickle_of_any_protocol_are_read(protocol):
+    """Nobody carries them but to unpickle them."""
+    inner = pickle.dumps(Version("1.0"), protocol)
+    with pytest.raises(WireError, match=r"x\[0\] needs 'packaging'"):
+        check_crossing([inner], "x")
+
+
+def nested(depth, inmost):
+    for _ in range(depth):
+        inmost = [inmost]
+    return inmost
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        (nested(2000, 1), r"x\['a'\](\[0\])+\S* is a builtins\.list that is nested too deeply to be pickled"),
+        (nested(100, COMPLETION), r"x\['a'\](\[0\])+\S* is nested more than 50 levels deep"),
+        (nested(2000, COMPLETION), r"x\['a'\](\[0\])+\S* is a builtins\.list that is nested too deeply"),
+    ],
+)
+def test_what_is_nested_too_deeply_is_an_error_that_names_the_field(value, words):
+    with pytest.raises(WireError, match=rf"^{words}.*flat data") as caught:
+        check_crossing({"plain": 1, "a": value}, "x")
+    assert len(str(caught.value)) < 400
+    assert check_crossing({"a": nested(40, COMPLETION)}, "x")
+    assert check_crossing({"a": nested(100, 1)}, "x")
+
+
+def test_pickles_inside_of_pickles_without_end_are_an_error():
+    stream = pickle.dumps(1)
+    for _ in range(1000):
+        stream = pickle.dumps(stream)
+    with pytest.raises(WireError, match="nested inside of pickles too deeply"):
+        globals_of(stream)
+
+
+def test_a_stream_of_somebody_elses_is_held_to_the_same_rule():
+    assert {each.root for each in check_stream(pickle.dumps([COMPLETION]), "x")} == {"nemo_rl_core"}
+    with pytest.raises(WireError, match=r"x needs 'packaging'.*before it leaves"):
+        check_stream(pickle.dumps([Version("1.0")]), "x")
+    with pytest.raises(WireError, match="a pickle is wanted"):
+        check_stream(b"hello", "x")
 
 
 def test_a_value_that_holds_itself_is_followed_once():

@@ -4,6 +4,7 @@
 import argparse
 import os
 import sys
+import traceback
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -47,6 +48,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except NotCoveredError as error:
         print(f"nemo-rl-contracts: not covered: {error}", file=sys.stderr)
         return int(ExitCode.NOT_COVERED)
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # noqa: BLE001 - an error of ours must not end with 1, which means a broken contract;
+        # and a panic of grimp's own, which is written in Rust, is no Exception
+        return _unexpected(error, show=options.traceback)
+
+
+def _unexpected(error: BaseException, *, show: bool) -> int:
+    """Say that something of ours failed; nothing is proven then."""
+    if show:
+        traceback.print_exception(error)
+    first = (str(error).splitlines() or [""])[0]
+    hint = "" if show else "; --traceback shows where"
+    print(
+        f"nemo-rl-contracts: nothing is proven, since the command itself failed: {type(error).__name__}: {first}{hint}",
+        file=sys.stderr,
+    )
+    return int(ExitCode.MISCONFIGURED)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -74,6 +93,7 @@ def _add_check(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         "--shrink-baseline", action="store_true", help="take entries out of the baselines that are no longer true"
     )
     _add_cache(check)
+    _add_traceback(check)
     check.set_defaults(command=commands.check)
 
 
@@ -84,7 +104,11 @@ def _add_report(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]
         description="Say of a package when it reaches others: how many chains are lazy, and which run at import time.",
         epilog=f"{_EXIT_CODES} Without --baseline nothing counts as broken.",
     )
-    report.add_argument("target", metavar="PATH", help="a package's folder, or the name of an installed package")
+    report.add_argument(
+        "target",
+        metavar="PATH",
+        help="a package's folder, or its name; it is looked for here, in src and among what is installed",
+    )
     report.add_argument(
         "--forbid", metavar="NAME", action="append", required=True, help="what must not be reached; may be repeated"
     )
@@ -96,6 +120,7 @@ def _add_report(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]
         "--shrink-baseline", type=Path, metavar="FILE", help="take out what is no longer true; nothing is added"
     )
     _add_cache(report)
+    _add_traceback(report)
     report.set_defaults(command=commands.report)
 
 
@@ -106,7 +131,7 @@ def _add_init(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]")
         description="Write .importlinter with a `coverage` and an `import_phase` contract for a package.",
         epilog=_EXIT_CODES,
     )
-    init.add_argument("target", metavar="PATH", help="the package's folder, below the working directory")
+    init.add_argument("target", metavar="PATH", help="the package's folder, below the working directory, or its name")
     init.add_argument("--forbid", metavar="NAME", action="append", required=True, help="as for report")
     init.add_argument("--config", type=Path, default=Path(".importlinter"), help="default: .importlinter")
     init.add_argument(
@@ -115,6 +140,7 @@ def _add_init(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]")
         default=Path("import-baseline.json"),
         help="where known violations go, if there are any (default: import-baseline.json)",
     )
+    _add_traceback(init)
     init.set_defaults(command=commands.init)
 
 
@@ -126,6 +152,10 @@ def _add_cache(parser: argparse.ArgumentParser) -> None:
         metavar="DIR",
         help=f"where grimp keeps its results (default: {GRAPH_CACHE})",
     )
+
+
+def _add_traceback(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--traceback", action="store_true", help="where the command itself fails, show where")
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from textwrap import dedent
 from nemo_rl_contracts.baseline import Baseline
 from nemo_rl_contracts.contract_types.import_phase import ImportPhaseContract
 from nemo_rl_contracts.errors import MisconfiguredError, NotCoveredError
-from nemo_rl_contracts.formats import render
+from nemo_rl_contracts.formats import render, without_a_picture
 from nemo_rl_contracts.phases import Phase
 from nemo_rl_contracts.reporting import Report, locate, unknown_names
 from nemo_rl_contracts.reporting import report as make_report
@@ -39,6 +39,9 @@ def check(options: Namespace) -> ExitCode:
         _shrink(configuration, cache_dir)
     outcomes = run(configuration, cache_dir=cache_dir)
     print(render(outcomes, options.format))
+    if options.format == "mermaid":
+        for text in without_a_picture(outcomes):
+            print(text, file=sys.stderr)
     if options.format == "text" and configuration.others:
         print(f"{configuration.others} contracts of other types are for lint-imports.")
     return exit_code(outcomes)
@@ -56,7 +59,7 @@ def _shrink(configuration: Configuration, cache_dir: str | None) -> None:
             continue  # it can't say what is still true; the check that follows says why
         before = Baseline.read(file)
         after = before.shrunk(outcome.name, outcome.violations)
-        gone = len(before.sections.get(outcome.name, ())) - len(after.sections[outcome.name])
+        gone = len(before.sections[outcome.name]) - len(after.sections[outcome.name])
         if gone:
             after.write()
         print(f"{file}: {gone} entries of {outcome.name!r} taken out", file=sys.stderr)
@@ -73,15 +76,25 @@ def report(options: Namespace) -> ExitCode:
         MisconfiguredError: If the package or a name can't be found, or the baseline does not fit.
         NotCoveredError: If there is no import graph.
     """
+    _refuse_twice(options.forbid)
     found = make_report(
         options.target,
         options.forbid,
         cache_dir=None if options.no_cache else options.cache_dir,
         reader_cache=None if options.no_cache else Path(CACHE_FOLDER),
     )
+    if options.format == "mermaid":
+        for text in found.uncovered:
+            print(f"not covered: {text}", file=sys.stderr)
     print({"text": found.as_text, "json": found.as_json, "mermaid": found.as_mermaid}[options.format]())
     code = _settle(found, options)
     return code if code is not ExitCode.KEPT or not found.uncovered else ExitCode.NOT_COVERED
+
+
+def _refuse_twice(names: list[str]) -> None:
+    """Refuse a name that is given twice: it would be counted twice, and the baseline's section called after both."""
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        raise MisconfiguredError(f"--forbid names {twice[0]!r} twice; give it once")
 
 
 def _settle(found: Report, options: Namespace) -> ExitCode:
@@ -94,8 +107,9 @@ def _settle(found: Report, options: Namespace) -> ExitCode:
     if file := options.shrink_baseline:
         before = Baseline.read(file)
         after = before.shrunk(section, found.violations())
-        after.write()
-        gone = len(before.sections.get(section, ())) - len(after.sections[section])
+        gone = len(before.sections[section]) - len(after.sections[section])
+        if gone:
+            after.write()
         print(f"{file}: {gone} entries taken out", file=sys.stderr)
     if file := options.baseline:
         new, known = Baseline.read(file).settle(section, found.violations())
@@ -116,6 +130,7 @@ def init(options: Namespace) -> ExitCode:
         MisconfiguredError: If there is a configuration already, or the package or a name can't be found.
         NotCoveredError: If there is no import graph.
     """
+    _refuse_twice(options.forbid)
     for file in (options.config, options.baseline):
         if file.exists():
             raise MisconfiguredError(f"{file} is there already, and is not overwritten; give another name or edit it")
@@ -191,7 +206,7 @@ def _configuration(package: str, contract: Mapping[str, str | list[str]]) -> str
         """
     )
     comments = {
-        "accept_unknown": "# Imported, and neither installed, declared nor locked where this was written.\n",
+        "accept_unknown": "# Neither declared nor locked here; so they need not be installed where this is checked.\n",
         "baseline": "# What was there when this was written; it may only shrink.\n",
     }
     lines = []

@@ -18,11 +18,20 @@ from importlinter import Contract, ContractCheck, fields
 
 from nemo_rl_contracts.chains import ImportMap, ancestors, covers
 from nemo_rl_contracts.errors import MisconfiguredError, NotCoveredError
+from nemo_rl_contracts.known_names import KnownNames
 from nemo_rl_contracts.patterns import matches
 from nemo_rl_contracts.sources import CACHE_FOLDER, Reader, find_sources
 from nemo_rl_contracts.violations import Violation
 
-__all__ = ["NO_CACHE", "FirewallContract", "is_on", "read_import_map", "root_packages", "select_modules"]
+__all__ = [
+    "NO_CACHE",
+    "FirewallContract",
+    "is_on",
+    "read_import_map",
+    "root_packages",
+    "select_forbidden",
+    "select_modules",
+]
 
 #: Set in the session options by whoever wants nothing kept between runs; import-linter itself has no such option.
 NO_CACHE = "nemo_rl_contracts_no_cache"
@@ -117,7 +126,9 @@ def root_packages(session_options: Mapping[str, Any]) -> list[str]:
         MisconfiguredError: If it names none.
     """
     value = session_options.get("root_packages") or session_options.get("root_package") or []
-    names = [value] if isinstance(value, str) else list(value)
+    names = [value] if isinstance(value, str) else value
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise MisconfiguredError(f"root_packages is a list of names of packages; got {value!r}")
     names = [name.strip() for name in names if name.strip()]
     if not names:
         raise MisconfiguredError("the configuration names no root_package; without one there is nothing to check")
@@ -199,4 +210,33 @@ def select_modules(
                 f"{option} names {expression!r}, which no module under check has as its name{hint}"
             )
         found |= hits
+    return sorted(found)
+
+
+def select_forbidden(
+    names: Iterable[str], modules: Iterable[str], *, roots: Iterable[str], known: KnownNames
+) -> list[str]:
+    """Resolve forbidden names: our own by the modules under check, others by what is known of them.
+
+    Args:
+        names: What the configuration lists.
+        modules: The modules under check.
+        roots: The root packages.
+        known: What the project knows of other people's packages.
+
+    Raises:
+        MisconfiguredError: If there is none, or one is no name, or is known nowhere.
+    """
+    names, modules, roots = list(names), list(modules), list(roots)
+    if not names:
+        raise MisconfiguredError("forbidden_modules is empty, so nothing would count")
+    found: set[str] = set()
+    for name in names:
+        if any(covers(root, name) for root in roots):
+            found.update(select_modules([name], modules, option="forbidden_modules", as_packages=False))
+        elif not all(part.isidentifier() for part in name.split(".")):
+            raise MisconfiguredError(f"forbidden_modules takes names of modules; got {name!r}")
+        else:
+            known.require(name)
+            found.add(name)
     return sorted(found)

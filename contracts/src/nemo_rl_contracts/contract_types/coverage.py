@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """``coverage``: every Python file below the root packages is one that the contracts see."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from grimp import ImportGraph
@@ -10,7 +10,7 @@ from nemo_rl_contracts.contract_types.base import FirewallContract, root_package
 from nemo_rl_contracts.contract_types.options import texts
 from nemo_rl_contracts.errors import MisconfiguredError
 from nemo_rl_contracts.patterns import parse_reasoned
-from nemo_rl_contracts.sources import Stray, find_sources, shown
+from nemo_rl_contracts.sources import Reader, Stray, find_sources, shown
 from nemo_rl_contracts.violations import Violation, counted
 
 __all__ = ["CoverageContract", "uncovered_files"]
@@ -48,18 +48,45 @@ class CoverageContract(FirewallContract):
                 f"{len(compiled)} compiled modules have no source to read, {shown(compiled[0].path)} among them",
                 warn=True,
             )
-        left_out = len(strays) - len(kept)
-        self.note(counted(total, "file") + (f", {left_out} of them left out on purpose" if left_out else ""))
+        left_out = [stray for stray in strays if stray not in kept]
+        self.note(counted(total, "file") + (f", {len(left_out)} of them left out on purpose" if left_out else ""))
         return [
-            Violation(
-                rule=self.rule,
-                message=f"{shown(stray.path)} is covered by no contract: {stray.reason}",
-                file=shown(stray.path),
-                line=1,
-                key=shown(stray.path),
-            )
-            for stray in kept
+            *_imported_all_the_same(roots, left_out, self.rule),
+            *(
+                Violation(
+                    rule=self.rule,
+                    message=f"{shown(stray.path)} is covered by no contract: {stray.reason}",
+                    file=shown(stray.path),
+                    line=1,
+                    key=shown(stray.path),
+                )
+                for stray in kept
+            ),
         ]
+
+
+def _imported_all_the_same(roots: Sequence[str], left_out: Sequence[Stray], rule: str) -> Iterator[Violation]:
+    """Yield a violation for each import of a file that was left out: what it imports is seen by nobody."""
+    wanted = {stray.module: stray for stray in left_out if stray.module}
+    if not wanted:
+        return
+    reader = Reader(file for root in roots for file in find_sources(root)[0])
+    for module, file in sorted(reader.files.items()):
+        # A file without the last part of such a name can't import it.
+        source = reader.source(module)
+        if not any(name.rpartition(".")[2].encode() in source for name in wanted):
+            continue
+        for found in reader.imports(module):
+            names = {found.module, *(f"{found.module}.{name}" for name in found.names)}
+            for name in sorted(names & wanted.keys()):
+                yield Violation(
+                    rule=rule,
+                    message=f"{shown(wanted[name].path)} is left out by `exclude`, and {module} imports it ({found.phase})",
+                    file=shown(file.path),
+                    line=found.lineno,
+                    key=f"{module} -> {name}",
+                    advice="What is imported has to be seen: add the missing __init__.py, or take the import away.",
+                )
 
 
 def uncovered_files(roots: Iterable[str], modules: Iterable[str]) -> tuple[list[Stray], list[Stray], int]:

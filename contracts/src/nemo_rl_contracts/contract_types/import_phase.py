@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """``import_phase``: some modules must not reach others in the phases listed."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 
 from grimp import ImportGraph
@@ -13,6 +13,7 @@ from nemo_rl_contracts.contract_types.base import (
     is_on,
     read_import_map,
     root_packages,
+    select_forbidden,
     select_modules,
 )
 from nemo_rl_contracts.contract_types.options import flag, required_texts, text, texts
@@ -82,7 +83,7 @@ class ImportPhaseContract(FirewallContract):
             module_distributions=self.module_distributions,
             accept_unknown=self.accept_unknown,
         )
-        forbidden = _forbidden(self.forbidden_modules, imports, roots, known)
+        forbidden = select_forbidden(self.forbidden_modules, imports.modules, roots=roots, known=known)
         if all(any(covers(name, source) for name in forbidden) for source in sources):
             raise MisconfiguredError("forbidden_modules covers every source module, so the contract checks nothing")
         allow = AllowList(self.allow, internal=roots)
@@ -90,6 +91,8 @@ class ImportPhaseContract(FirewallContract):
         imports.reader.save()
         if useless := [*allow.unused(), *known.unused()]:
             raise MisconfiguredError("\n".join(useless))
+        for note in known.notes():
+            self.note(note)
         violations = [_violation(chain, imports, sources) for chain in chains]
         if self.baseline:
             violations, known_ones = Baseline.read(Path(self.baseline)).settle(self.name, violations)
@@ -127,22 +130,6 @@ def parse_phases(names: Iterable[str]) -> list[Phase]:
     if not phases:
         raise MisconfiguredError(f"phases is empty, so nothing would count; it takes {', '.join(Phase)}")
     return phases
-
-
-def _forbidden(names: Sequence[str], imports: ImportMap, roots: Sequence[str], known: KnownNames) -> list[str]:
-    """Resolve the forbidden names: our own by the graph, others by what is known of them."""
-    if not names:
-        raise MisconfiguredError("forbidden_modules is empty, so nothing would count")
-    found: list[str] = []
-    for name in names:
-        if any(covers(root, name) for root in roots):
-            found += select_modules([name], imports.modules, option="forbidden_modules", as_packages=False)
-        elif not all(part.isidentifier() for part in name.split(".")):
-            raise MisconfiguredError(f"forbidden_modules takes names of modules; got {name!r}")
-        else:
-            known.require(name)
-            found.append(name)
-    return sorted(set(found))
 
 
 def _violation(chain: Chain, imports: ImportMap, sources: set[str]) -> Violation:

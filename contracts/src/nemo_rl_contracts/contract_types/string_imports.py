@@ -1,12 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """``string_imports``: no module is named in a text that is given to a function that imports."""
 
+from pathlib import Path
+
 from grimp import ImportGraph
 
 from nemo_rl_contracts.chains import Chain, Edge, ImportMap, covers
-from nemo_rl_contracts.contract_types.base import FirewallContract, read_import_map, root_packages, select_modules
+from nemo_rl_contracts.contract_types.base import (
+    FirewallContract,
+    read_import_map,
+    root_packages,
+    select_forbidden,
+    select_modules,
+)
 from nemo_rl_contracts.contract_types.options import required_texts, texts
 from nemo_rl_contracts.errors import MisconfiguredError
+from nemo_rl_contracts.known_names import KnownNames
 from nemo_rl_contracts.patterns import AllowList
 from nemo_rl_contracts.phases import Form
 from nemo_rl_contracts.violations import Violation, hops_of
@@ -23,9 +32,10 @@ class StringImportsContract(FirewallContract):
     Options:
 
     - ``source_modules``: modules that are read, each with those below it.
-    - ``forbidden_modules``: names, each with what is below it. They need not exist.
+    - ``forbidden_modules``: names, each with what is below it; a name has to be known, as for ``import_phase``.
     - ``import_functions``: further functions that import what their first argument names.
     - ``allow``: lines ``importer -> imported  # reason``; one that lets nothing through is an error.
+    - ``module_distributions``, ``accept_unknown``: see ``KnownNames``.
     """
 
     rule = "string_imports"
@@ -34,6 +44,8 @@ class StringImportsContract(FirewallContract):
     forbidden_modules: list[str] = required_texts()
     import_functions: list[str] = texts()
     allow: list[str] = texts()
+    module_distributions: list[str] = texts()
+    accept_unknown: list[str] = texts()
 
     def examine(self, graph: ImportGraph) -> list[Violation]:
         """Return one violation for each call; see the base class.
@@ -41,13 +53,19 @@ class StringImportsContract(FirewallContract):
         Args:
             graph: The import graph.
         """
-        if not self.forbidden_modules:
-            raise MisconfiguredError("forbidden_modules is empty, so nothing would count")
+        roots = root_packages(self.session_options)
         imports = read_import_map(graph, self.session_options, import_functions=self.import_functions)
         sources = select_modules(self.source_modules, imports.modules, option="source_modules")
         if not sources:
             raise MisconfiguredError("source_modules is empty, so nothing would be checked")
-        allow = AllowList(self.allow, internal=root_packages(self.session_options))
+        known = KnownNames(
+            Path.cwd(),
+            roots=roots,
+            module_distributions=self.module_distributions,
+            accept_unknown=self.accept_unknown,
+        )
+        forbidden = select_forbidden(self.forbidden_modules, imports.modules, roots=roots, known=known)
+        allow = AllowList(self.allow, internal=roots)
         violations = []
         for module in sources:
             if module not in imports.reader.files or not imports.reader.may_import_dynamically(module):
@@ -55,13 +73,15 @@ class StringImportsContract(FirewallContract):
             for edge in imports.edges(module):
                 if edge.form is not Form.DYNAMIC or edge.initialiser:
                     continue
-                if not any(covers(name, edge.imported) for name in self.forbidden_modules):
+                if not any(covers(name, edge.imported) for name in forbidden):
                     continue
                 if not allow.covers(edge, edge.imported):
                     violations.append(_violation(edge, imports))
         imports.reader.save()
-        if useless := allow.unused():
+        if useless := [*allow.unused(), *known.unused()]:
             raise MisconfiguredError("\n".join(useless))
+        for text in known.notes():
+            self.note(text)
         return violations
 
 

@@ -10,8 +10,9 @@ from nemo_rl_core import plugins
 from nemo_rl_core.config.run import RunConfig
 from nemo_rl_core.errors import BackendBrokenError, ConfigError
 from nemo_rl_core.protocols.generation import PROTOCOL_NUMBER, BackendSpec
+from nemo_rl_core.protocols.settings import GenerationSettings
 
-__all__ = ["chosen_backend", "validated_options"]
+__all__ = ["check_settings", "chosen_backend", "validated_options"]
 
 
 def chosen_backend(config: RunConfig) -> BackendSpec:
@@ -36,13 +37,7 @@ def validated_options(config: RunConfig, spec: BackendSpec) -> dict[str, Any]:
         ConfigError: Listing every problem with its key.
         BackendBrokenError: If the schema cannot be imported.
     """
-    module_name, _, class_name = spec.config_schema.partition(":")
-    try:
-        schema: type[BaseModel] = getattr(importlib.import_module(module_name), class_name)
-    except (ImportError, AttributeError) as error:
-        raise BackendBrokenError(
-            f"backend {spec.name!r} has no config schema at {spec.config_schema}: {error}"
-        ) from error
+    schema: type[BaseModel] = _named(spec, "config schema", spec.config_schema)
     section = f"policy.generation.{spec.config_section}"
     try:
         return schema.model_validate(config.generation.backend_section(spec.config_section)).model_dump()
@@ -53,3 +48,23 @@ def validated_options(config: RunConfig, spec: BackendSpec) -> dict[str, Any]:
         ]
         known = ", ".join(sorted(schema.model_fields))
         raise ConfigError(f"{'; '.join(problems)}. Keys of {section}: {known}") from error
+
+
+def check_settings(spec: BackendSpec, settings: GenerationSettings) -> None:
+    """Let the backend refuse, before any worker starts, what its engine could not run.
+
+    Raises:
+        ConfigError: In the backend's words.
+        BackendBrokenError: If its check cannot be imported.
+    """
+    if spec.settings_check:
+        _named(spec, "check of settings", spec.settings_check)(settings)
+
+
+def _named(spec: BackendSpec, what: str, path: str) -> Any:
+    """Import what a backend names by ``module:name``."""
+    module_name, _, name = path.partition(":")
+    try:
+        return getattr(importlib.import_module(module_name), name)
+    except (ImportError, AttributeError) as error:
+        raise BackendBrokenError(f"backend {spec.name!r} has no {what} at {path}: {error}") from error

@@ -100,7 +100,9 @@ def _add_env(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") ->
     listing = actions.add_parser("list", help="list declared environments", description="List declared environments.")
     listing.add_argument("--json", action="store_true", help="print JSON")
     build = actions.add_parser(
-        "build", help="build one with uv, if it is not ready", description="Build an environment with uv; prints progress."
+        "build",
+        help="build one with uv, if it is not ready",
+        description="Build an environment with uv; prints progress.",
     )
     build.add_argument("name", metavar="NAME", help="a declared environment, e.g. vllm-cpu")
     build.add_argument("--rebuild", action="store_true", help="build it also where it is ready")

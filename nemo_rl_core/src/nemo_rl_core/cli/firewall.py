@@ -6,7 +6,7 @@ import json
 import sys
 from collections.abc import Iterator
 
-from nemo_rl_core.firewall import AuditReport, AuditRequest, Finding, ModuleState, Verdict, audit
+from nemo_rl_core.firewall import AuditReport, AuditRequest, Finding, ForbiddenName, ModuleState, Verdict, audit
 from nemo_rl_core.observability.console import RunConsole
 
 __all__ = ["run"]
@@ -50,8 +50,7 @@ def _text(report: AuditReport) -> Iterator[str]:
     for preload in report.preloads:
         yield f"  preloaded  {preload.name} ({preload.num_modules} modules, {preload.seconds or 0.0:.1f} s), once for all modules"
     for name in report.forbidden:
-        near = f" (did you mean {' or '.join(name.near)}?)" if name.near else ""
-        yield f"  forbidden  {name.name}, {'installed' if name.is_installed else 'not installed'} here{near}"
+        yield f"  forbidden  {name.name}, {'installed here' if name.is_installed else _not_installed(name)}"
     for name, number in report.preloaded.items():
         yield ""
         yield f"{name} was loaded when the interpreter started ({number} modules), before {report.package} was imported:"
@@ -67,6 +66,10 @@ def _text(report: AuditReport) -> Iterator[str]:
         yield from (f"  {name}: {reason}" for name, reason in report.skipped.items())
     yield ""
     yield _last_line(report)
+
+
+def _not_installed(name: ForbiddenName) -> str:
+    return "not installed here" + (f"; did you mean {' or '.join(name.near)}?" if name.near else "")
 
 
 def _finding(report: AuditReport, finding: Finding) -> Iterator[str]:
@@ -135,10 +138,12 @@ def _failures(report: AuditReport) -> Iterator[str]:
 
 def _last_line(report: AuditReport) -> str:
     names = " or ".join(name.name for name in report.forbidden)
+    # A rule against a name that nobody has is always kept, and this may be the only line that is read.
+    doubts = "".join(f"; {name.name} is {_not_installed(name)}" for name in report.forbidden if name.near)
     failed = "1 module" if len(report.failed) == 1 else f"{len(report.failed)} modules"
     words = {
         Verdict.CLEAN: f"clean: no module of {report.package} loads {names} or asks for it",
         Verdict.FOUND: f"found: see above who loads {names} or asks for it",
         Verdict.NOT_PROVEN: f"not proven: {failed} could not be imported; the others do not load {names} or ask for it",
     }
-    return f"{words[report.verdict]} (exit code {report.verdict.exit_code})"
+    return f"{words[report.verdict]}{doubts} (exit code {report.verdict.exit_code})"

@@ -64,7 +64,8 @@ class PY_EXECUTABLES:  # noqa: N801 -- the name that NeMo-RL users know
     VLLM: Final = "vllm"
 
 
-_KNOWN_NAMES = frozenset(value for key, value in vars(PY_EXECUTABLES).items() if key.isupper())
+#: Environments that are the node's own interpreter, whoever declares what.
+_NODES_OWN = frozenset({PY_EXECUTABLES.SYSTEM, PY_EXECUTABLES.BASE, PY_EXECUTABLES.FSDP})
 
 
 #: Core's own actors. Others add theirs by an entry point of the group ``nemo_rl_core.actors`` or by argument.
@@ -216,8 +217,8 @@ def _named(value: str, environ: Mapping[str, str]) -> Environment:
 
 def _is_declared(name: str) -> bool:
     """Say whether somebody declares how to build an environment of that name; metadata alone is read."""
-    if name in _KNOWN_NAMES:
-        return False  # these are the node's own interpreter, and the scan is saved
+    if name in _NODES_OWN:
+        return False  # the scan of all installed metadata is saved
     from nemo_rl_core.plugins import discover  # lazily, as in known_actors
 
     return name in discover(ENVIRONMENT_ENTRY_POINT_GROUP)
@@ -255,10 +256,14 @@ def _broken_plugins() -> str:
     return "".join(f" The plugin {name!r} contributed nothing: {error}." for name, error in failures.items())
 
 
-def current_interpreter() -> InterpreterReport:
-    """Describe the interpreter that runs this code, from metadata alone: nothing is imported."""
+def current_interpreter(distributions: Sequence[str] = ()) -> InterpreterReport:
+    """Describe the interpreter that runs this code, from metadata alone: nothing is imported.
+
+    Args:
+        distributions: Distributions whose versions are reported besides those that always are.
+    """
     versions = {}
-    for name in _REPORTED_DISTRIBUTIONS:
+    for name in (*_REPORTED_DISTRIBUTIONS, *distributions):
         try:
             versions[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
@@ -297,6 +302,7 @@ def probe_interpreter(
     deadline_s: float,
     modules: Sequence[str] = (),
     imports: Sequence[str] = ("ray", "nemo_rl_core.distributed.shell"),
+    distributions: Sequence[str] = (),
 ) -> InterpreterReport:
     """Run an interpreter and report what it is, so that a bad one is an error once and never a start loop.
 
@@ -307,6 +313,7 @@ def probe_interpreter(
         deadline_s: Seconds until the probe is given up.
         modules: Modules to look for, without importing them.
         imports: Modules to import for real. A distribution may be present and broken.
+        distributions: Distributions whose versions are reported besides those that always are.
 
     Raises:
         EnvironmentLookupError: If the path is no executable file.
@@ -321,7 +328,8 @@ def probe_interpreter(
         )
     if not os.access(path, os.X_OK):
         raise EnvironmentLookupError(f"{str(path)!r} on {platform.node()} is not executable, so it is no interpreter")
-    asked = {"distributions": _REPORTED_DISTRIBUTIONS, "modules": list(modules), "imports": list(imports)}
+    reported = list(dict.fromkeys([*_REPORTED_DISTRIBUTIONS, *distributions]))
+    asked = {"distributions": reported, "modules": list(modules), "imports": list(imports)}
     environ = {key: value for key, value in os.environ.items() if key not in _NOT_INHERITED}
     environ["PYTHONNOUSERSITE"] = "1"
     # `-P` keeps the current folder out: a probe of an environment must not find what merely lies around.

@@ -28,6 +28,7 @@ from nemo_rl_core.distributed.environments import (
 from nemo_rl_core.distributed.futures import MultiWorkerFuture, PendingCall, WorkerRecord
 from nemo_rl_core.distributed.named_sharding import NamedSharding
 from nemo_rl_core.distributed.shell import RankSpec, WorkerShell
+from nemo_rl_core.distributed.venvs import settle
 from nemo_rl_core.distributed.virtual_cluster import Bundle, RayVirtualCluster
 from nemo_rl_core.errors import ClusterError, StateError, WorkerError, WorkerTimeoutError
 
@@ -97,7 +98,7 @@ class RayWorkerGroup:
 
         Raises:
             ClusterError: If the cluster lacks room, or an interpreter does not fit.
-            EnvironmentLookupError: If nothing says which environment the class needs.
+            EnvironmentLookupError: If nothing says which environment the class needs, or it is not built.
             WorkerError: If a worker failed to start: the first cause.
             WorkerTimeoutError: If workers were not ready in time; it names them.
             ValueError: If the sharding does not have the ranks of the cluster.
@@ -107,7 +108,7 @@ class RayWorkerGroup:
             raise ValueError(f"the sharding must hold the ranks 0 to {len(ranks) - 1} once each, got {sharding}")
         self.name_prefix = name_prefix
         self.role = role
-        self.environment = resolve_environment(builder.class_path, argument=environment)
+        self.environment = settle(resolve_environment(builder.class_path, argument=environment))
         self.sharding = sharding
         self.call_timeout_s = call_timeout_s
         self._workers: tuple[WorkerRecord, ...] = ()

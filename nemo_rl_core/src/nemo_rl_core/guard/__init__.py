@@ -6,7 +6,8 @@
     guard.arm("train")          # from now on `import vllm` raises ForbiddenImportError
     guard.ledger().violations   # what was refused, also where an `except ImportError` swallowed it
 
-A child process is armed when its interpreter starts if its parent sets ``guard.environment_for("train")``.
+A child process is armed when its interpreter starts if its parent sets ``guard.environment_for("train")``,
+or ``guard.environment_for_children()`` for the policy that is in force here.
 """
 
 from nemo_rl_core.guard.forbidding import forbidding
@@ -24,6 +25,7 @@ from nemo_rl_core.guard.runtime import (
     armed,
     current_policy,
     disarm,
+    environment_for_children,
     is_armed,
     ledger,
 )
@@ -42,6 +44,7 @@ __all__ = [
     "current_policy",
     "disarm",
     "environment_for",
+    "environment_for_children",
     "forbidden_roots",
     "forbidding",
     "is_armed",

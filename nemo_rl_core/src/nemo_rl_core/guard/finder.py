@@ -59,6 +59,7 @@ class GuardFinder:
         policy: The rule.
         recorder: Where violations and attempts go.
         granted: Forbidden roots that an allowed importer has imported; code of theirs may import what is forbidden.
+        hidden: Modules that are out of ``sys.modules`` because of this rule, by name; its end puts them back.
         is_closed: Whether it has ended.
     """
 
@@ -73,6 +74,7 @@ class GuardFinder:
         self.policy = policy
         self.recorder = recorder
         self.granted = frozenset(granted)
+        self.hidden: dict[str, ModuleType] = {}
         self.is_closed = False
         self._roots = policy.roots | {CANARY}
 

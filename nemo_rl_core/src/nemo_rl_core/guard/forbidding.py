@@ -2,9 +2,7 @@
 """Forbidding imports for a block, whatever the role of the process."""
 
 import contextlib
-import sys
 from collections.abc import Callable, Generator
-from types import ModuleType
 
 from nemo_rl_core.guard import layers
 from nemo_rl_core.guard.finder import GuardFinder
@@ -26,8 +24,12 @@ def forbidding(
     """Refuse imports of these packages within a block, on top of what the process forbids.
 
     A package that is loaded already is hidden, with all that is below it, so that a statement in the block is refused
-    like one in a fresh process; afterwards the same module objects are back. References that somebody holds stay as
-    they are. The block counts for the whole process, other threads included.
+    like one in a fresh process; afterwards the same module objects are back, and nothing else is there under these
+    names. Where blocks overlap, a package stays hidden until the last one that forbids it ends. References that somebody
+    holds stay as they are. The block counts for the whole process, other threads included; a child by fork inherits it
+    with a ledger of its own, and a child that starts an interpreter is not held to it.
+
+    Whether a package of that name exists is not checked: an absent one is what most blocks are about.
 
     Args:
         names: Top-level names.
@@ -45,22 +47,11 @@ def forbidding(
     records = Recorder(rule.role) if recorder is None else recorder
     finder = GuardFinder(rule, records)
     layers.install(finder)
-    hidden: dict[str, ModuleType] = {}
     try:
         layers.prove(finder)
         # After the finder is in place, or another thread could load the package anew in between.
-        hidden = _hide(rule.names)
+        layers.hide(finder)
         yield records.snapshot
     finally:
-        # What the block has put in the place of a hidden module (a stub, say) goes with it.
-        sys.modules.update(hidden)
+        layers.give_back(finder)
         layers.remove(finder)
-
-
-def _hide(roots: frozenset[str]) -> dict[str, ModuleType]:
-    """Take these packages out of ``sys.modules`` and return what was there, by name."""
-    hidden = {}
-    for name in list(sys.modules):
-        if name.partition(".")[0] in roots and sys.modules.get(name) is not None:
-            hidden[name] = sys.modules.pop(name)
-    return hidden

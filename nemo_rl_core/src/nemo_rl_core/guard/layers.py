@@ -6,10 +6,14 @@ The rule of the process is one layer, and a block that forbids more is another; 
 
 import itertools
 import sys
+from collections.abc import Collection
+from types import ModuleType
+from typing import cast
 
 from nemo_rl_core.guard.finder import CANARY, CanaryError, GuardedMetaPath, GuardFinder
+from nemo_rl_core.guard.policy import BlockRule
 
-__all__ = ["install", "is_first", "prove", "remove"]
+__all__ = ["give_back", "hide", "install", "is_first", "prove", "remove"]
 
 
 def install(finder: GuardFinder) -> None:
@@ -44,6 +48,79 @@ def remove(finder: GuardFinder) -> None:
     else:
         path.previous[:] = path.plain()
         sys.meta_path = path.previous
+
+
+def hide(finder: GuardFinder) -> None:
+    """Take the packages that a block forbids out of ``sys.modules``, with all that is below them.
+
+    Args:
+        finder: The block's layer.
+    """
+    finder.hidden.update(_loaded(finder.policy.roots))
+    for name in finder.hidden:
+        sys.modules.pop(name, None)
+
+
+def give_back(finder: GuardFinder) -> None:
+    """Put back what a layer has hidden, before it is taken off, as if it had never been there.
+
+    A layer that came later and forbids the same package saw none of it because this one had hidden it; it now takes
+    over what is hidden, and puts it back in its turn. So a package is loaded again when the last such layer ends.
+
+    Args:
+        finder: The layer that ends.
+    """
+    later = _later_than(finder)
+    for root in finder.policy.roots:
+        hidden = {name: module for name, module in finder.hidden.items() if _root(name) == root}
+        heir = next((other for other in later if root in other.policy.roots - other.granted), None)
+        if isinstance(finder.policy, BlockRule):
+            _end_of_block(root, hidden, heir)
+        elif heir is not None:
+            heir.hidden.update(hidden)
+            for name in hidden:
+                sys.modules.pop(name, None)
+        else:
+            # Where it is still denied; whoever has put something else there meant it.
+            sys.modules.update({name: module for name, module in hidden.items() if sys.modules.get(name, 0) is None})
+    finder.hidden.clear()
+
+
+def _end_of_block(root: str, hidden: dict[str, ModuleType], heir: GuardFinder | None) -> None:
+    """Put one package back as it was before a block; what the block has put in its place (a stub, say) goes with it."""
+    if heir is not None and isinstance(heir.policy, BlockRule):
+        for name in [name for name in heir.hidden if _root(name) == root]:
+            del heir.hidden[name]  # put there in this block, and seen by the later one
+        heir.hidden.update(hidden)
+        return
+    for name in _loaded({root}):
+        del sys.modules[name]
+    if heir is None:
+        sys.modules.update(hidden)
+        return
+    # The process was armed within the block, where the package was absent, and it stays so while it is armed.
+    heir.hidden.update(hidden)
+    for name in hidden:
+        sys.modules[name] = cast(ModuleType, None)
+
+
+def _later_than(finder: GuardFinder) -> list[GuardFinder]:
+    """Return the open layers that came after this one, oldest first."""
+    path = sys.meta_path
+    guards = path.guards if isinstance(path, GuardedMetaPath) else [g for g in path if isinstance(g, GuardFinder)]
+    if finder not in guards:  # somebody replaced the list
+        return []
+    return [other for other in guards[: guards.index(finder)] if not other.is_closed][::-1]
+
+
+def _root(name: str) -> str:
+    return name.partition(".")[0]
+
+
+def _loaded(roots: Collection[str]) -> dict[str, ModuleType]:
+    """Return the modules of these packages that are loaded; None, by which ``record`` denies one, is no module."""
+    found = {name: sys.modules.get(name) for name in list(sys.modules) if _root(name) in roots}
+    return {name: module for name, module in found.items() if module is not None}
 
 
 def is_first(finder: GuardFinder) -> bool:

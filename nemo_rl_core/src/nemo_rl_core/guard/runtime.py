@@ -14,7 +14,16 @@ from nemo_rl_core.guard.finder import GuardFinder, end_process, report
 from nemo_rl_core.guard.policy import Policy, policy_from_environment
 from nemo_rl_core.guard.records import ForbiddenImportError, Ledger, Recorder, Violation
 
-__all__ = ["arm", "arm_from_environment", "armed", "current_policy", "disarm", "is_armed", "ledger"]
+__all__ = [
+    "arm",
+    "arm_from_environment",
+    "armed",
+    "current_policy",
+    "disarm",
+    "environment_for_children",
+    "is_armed",
+    "ledger",
+]
 
 _HOLDER_LIMIT = 5
 
@@ -26,7 +35,6 @@ class _Active:
     policy: Policy
     by_environment: bool
     finder: GuardFinder
-    hidden: Mapping[str, ModuleType]
 
 
 # The guard of a process is one thing, like sys.meta_path itself; it can't live anywhere else.
@@ -104,10 +112,8 @@ def disarm() -> None:
     if _active is None:
         return
     state, _active = _active, None
+    layers.give_back(state.finder)
     layers.remove(state.finder)
-    for name, module in state.hidden.items():
-        if sys.modules.get(name, module) is None:
-            sys.modules[name] = module
 
 
 @contextlib.contextmanager
@@ -173,6 +179,27 @@ def current_policy() -> Policy | None:
     return None if _active is None else _active.policy
 
 
+def environment_for_children(role: str | None = None) -> dict[str, str]:
+    """Return the variables that arm a child process by the policy in force, further forbidden names included.
+
+    What `forbidding` forbids for a block is no part of the policy and does not travel.
+
+    Args:
+        role: Role of the child; None means that of this process. All other settings are those of this process.
+
+    Raises:
+        RuntimeError: If this process is not armed, so that there is nothing to hand on.
+        ValueError: If the role is unknown.
+    """
+    if _active is None:
+        raise RuntimeError(
+            "this process is not armed, so it has no policy for its children; call arm(role) first, or name the "
+            "policy yourself: environment_for(role, ...)"
+        )
+    policy = _active.policy
+    return replace(policy, role=policy.role if role is None else role).to_environment()
+
+
 def is_armed() -> bool:
     """Tell whether the guard is armed and really is asked first."""
     return _active is not None and layers.is_first(_active.finder)
@@ -214,7 +241,8 @@ def _arm(
     hide = hide_preloaded or policy.on_violation == "record"
     hidden = _settle_preloaded(policy, _recorder, hide=hide, granted=granted)
     finder = GuardFinder(policy, _recorder, granted=granted)
-    _active = _Active(policy=policy, by_environment=by_environment, finder=finder, hidden=hidden)
+    finder.hidden.update(hidden)
+    _active = _Active(policy=policy, by_environment=by_environment, finder=finder)
     layers.install(finder)
     layers.prove(finder)
     return _recorder

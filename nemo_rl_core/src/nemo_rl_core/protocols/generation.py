@@ -146,10 +146,14 @@ class BackendSpec:
         name: Name of the backend, as in ``policy.generation.backend``.
         protocol: The ``PROTOCOL_NUMBER`` that it was written for.
         environment: Name of the environment its workers run in.
+        cpu_environment: Name of the environment its workers run in on a machine without a GPU, where that is another
+            one; "" for the same.
         worker_class: ``module:Class`` of a ``GenerationWorker``; imported inside the worker only.
         config_section: Key under ``policy.generation`` that belongs to it, e.g. ``vllm_cfg``.
         config_schema: ``module:Class`` of the pydantic model that validates that section; imported only when the
             backend is chosen.
+        settings_check: ``module:function`` that takes the ``GenerationSettings`` and raises ``ConfigError`` for what the
+            engine could not run; called in the driver, so its module is light. "" for no such check.
         engine: Name of the engine's distribution, or "" where core itself is the engine.
         engine_range: PEP 440 specifier of the engine versions that the adapter supports.
         install_hint: The pip command that brings what is missing.
@@ -161,6 +165,8 @@ class BackendSpec:
     worker_class: str
     config_section: str
     config_schema: str
+    cpu_environment: str = ""
+    settings_check: str = ""
     engine: str = ""
     engine_range: str = ""
     install_hint: str = ""

@@ -28,7 +28,7 @@ _EVERYWHERE = "a test of this run (--forbid-imports, or forbid_imports in the in
 
 
 class ForbidImportsWarning(UserWarning):
-    """What a test leaves behind depends on what it forbade."""
+    """What a test leaves behind depends on what it forbade, or what it forbids looks like a typo."""
 
 
 class _InForce:
@@ -115,15 +115,20 @@ class ForbidImports:
         Raises:
             ValueError: If there is no name, or one that can't be forbidden.
         """
-        self._in_force.put(self._in_force.names | _checked(names, "forbid_imports(...)"), self._nodeid)
+        checked = _checked(names, "forbid_imports(...)")
+        _warn_of_typos(checked - self._in_force.names)
+        self._in_force.put(self._in_force.names | checked, self._nodeid)
 
     @property
     def violations(self) -> tuple["Violation", ...]:
-        """Forbidden imports of this test so far; any of them fails the test when it ends."""
+        """Forbidden imports of this test so far; any of them fails the test, whatever it ends with."""
         return self._in_force.violations()
 
     def pop_violations(self) -> tuple["Violation", ...]:
-        """Return the forbidden imports so far and forgive them: for a test that provokes one on purpose."""
+        """Return the forbidden imports so far and forgive them: for a test that provokes one on purpose.
+
+        In the test itself or its set-up; a fixture's teardown is too late for what the test has swallowed.
+        """
         return self._in_force.take_violations()
 
 
@@ -192,6 +197,58 @@ def _lines(violations: Iterable["Violation"]) -> str:
     )
 
 
+def _judge(report: Any, call: Any, violations: list["Violation"]) -> None:
+    """Let a phase fail for what was imported in it, whatever it ended with."""
+    from nemo_rl_core.guard.records import ForbiddenImportError
+
+    # Then whoever expects the test to fail has seen it.
+    is_ended_by_refusal = call.excinfo is not None and isinstance(call.excinfo.value, ForbiddenImportError)
+    if report.failed:
+        report.sections.append(("forbidden imports", _lines(violations)))
+    elif not is_ended_by_refusal:
+        report.outcome, report.longrepr = "failed", _lines(violations)
+        vars(report).pop("wasxfail", None)  # xfail speaks of how a test ends, not of what it swallowed
+
+
+def _warn_of_typos(names: Iterable[str]) -> None:
+    """Tell of names that nothing installed has while something spelled alike is: a rule against a typo always holds.
+
+    An absent package is a legal one to forbid, hence no error, and no word where nothing is near.
+    """
+    unknown = [name for name in sorted(names) if not _is_importable(name)]
+    if not unknown:
+        return
+    import pkgutil
+    from difflib import get_close_matches
+
+    known = {module.name for module in pkgutil.iter_modules()} - sys.stdlib_module_names
+    for name in unknown:
+        # A letter more or less, or changed places: `tomli` beside `tomli_w` is no typo.
+        alike = [other for other in known if abs(len(other) - len(name)) < 2 and not other.startswith("_")]
+        if near := get_close_matches(name, alike, n=3, cutoff=0.8):
+            text = (
+                f"{name!r} is forbidden, and there is no such package here, so nothing can break that rule; did you "
+                f"mean {' or '.join(map(repr, near))}?"
+            )
+            warnings.warn(ForbidImportsWarning(text), stacklevel=2)
+
+
+def _is_importable(name: str) -> bool:
+    """Tell whether a package is there, whatever is forbidden at the moment, or a known one that may be absent."""
+    from nemo_rl_core.guard.finder import GuardFinder
+    from nemo_rl_core.guard.policy import ENGINE_ROOTS
+
+    if any(name in roots for roots in ENGINE_ROOTS.values()):
+        return True
+    if name in sys.modules:
+        return True
+    finders = [finder for finder in list(sys.meta_path) if not isinstance(finder, GuardFinder)]
+    try:
+        return any(finder.find_spec(name, None) for finder in finders if hasattr(finder, "find_spec"))
+    except ImportError:  # somebody else's finder refuses this name, so it knows it
+        return True
+
+
 def _warn_of_fallbacks(before: frozenset[str], known_attempts: frozenset[str], in_force: _InForce) -> None:
     """Tell of modules that came up without a forbidden package and stay so in the tests after this one."""
     for package, attempt in in_force.importers().items():
@@ -232,7 +289,7 @@ def _hooks() -> object:
 
         def __init__(self) -> None:
             self.in_force = _InForce()
-            self.has_failed = False
+            self.told = frozenset["Violation"]()
 
         @pytest.hookimpl(tryfirst=True)
         def pytest_load_initial_conftests(self, early_config: Any) -> None:
@@ -251,10 +308,12 @@ def _hooks() -> object:
         @pytest.hookimpl(trylast=True)  # a conftest.py may add marks in its own
         def pytest_collection_modifyitems(self, items: list[Any]) -> None:
             try:
-                for item in items:
-                    _names_for(item, self.in_force.session_names)
+                names = self.in_force.session_names.union(
+                    *(_names_for(item, self.in_force.session_names) for item in items)
+                )
             except ValueError as error:
                 raise pytest.UsageError(str(error)) from error
+            _warn_of_typos(names)
 
         @pytest.hookimpl(hookwrapper=True)
         def pytest_make_collect_report(self) -> Generator[None, Any]:
@@ -265,7 +324,7 @@ def _hooks() -> object:
 
         @pytest.hookimpl(tryfirst=True)
         def pytest_runtest_setup(self, item: Any) -> None:
-            self.has_failed = False
+            self.told = frozenset()
             names = _names_for(item, self.in_force.session_names)
             if names != self.in_force.session_names and not hasattr(item, "fixturenames"):
                 self.in_force.put(names, item.nodeid)  # no Python function: it has no fixtures that it could share
@@ -281,16 +340,17 @@ def _hooks() -> object:
 
         @pytest.hookimpl(hookwrapper=True, tryfirst=True)
         def pytest_runtest_makereport(self, call: Any) -> Generator[None, Any]:
-            report = (yield).get_result()
-            ends = call.when == "teardown"
-            violations = self.in_force.take_violations() if ends else self.in_force.violations()
-            if ends:
+            report = (yield).get_result()  # outermost, so that xfail has had its say
+            is_last = call.when == "teardown"
+            found = self.in_force.take_violations() if is_last else self.in_force.violations()
+            if is_last:
                 self.in_force.put_session()
-            if violations and report.failed:
-                report.sections.append(("forbidden imports", _lines(violations)))
-            elif violations and ends and not self.has_failed:
-                report.outcome, report.longrepr = "failed", _lines(violations)
-            self.has_failed |= report.failed or hasattr(report, "wasxfail")
+            new = [violation for violation in found if violation not in self.told]
+            # What a test's set-up swallows is judged with its body, where it may still be forgiven.
+            if not new or (call.when == "setup" and report.passed):
+                return
+            self.told |= frozenset(new)
+            _judge(report, call, new)
 
         @pytest.fixture(name="forbid_imports")
         def _forbid_imports(self, request: Any) -> Generator[ForbidImports]:

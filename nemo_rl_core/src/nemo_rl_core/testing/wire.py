@@ -8,11 +8,13 @@ anything that the stream names has to be there. Standard library only.
 
 import _compat_pickle  # the renaming of Python 2's modules that `pickle` itself does for protocols 0 to 2
 import copyreg
+import enum
 import pickle
 import pickletools
 import sys
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
+from types import MappingProxyType
 from typing import Any, Final, NamedTuple, cast
 
 from nemo_rl_core.errors import NemoRLError, text_of
@@ -23,6 +25,7 @@ __all__ = [
     "Global",
     "WireError",
     "check_crossing",
+    "check_stream",
     "crossings",
     "globals_of",
     "roots_of",
@@ -32,21 +35,38 @@ __all__ = [
 #: Packages that every side has, beside the standard library.
 ALLOWED_ROOTS: Final = frozenset({"nemo_rl_core", "torch", "numpy"})
 
-#: Functions of the standard library that import or run whatever their argument says. What they load is not in the
-#: stream as a name, so a stream that calls one can need anything.
-_OPEN_DOORS: Final = frozenset(
+#: What a pickle may name of the standard library, by module: types of plain values, and the functions that pickle itself
+#: needs to make one. All else is an error. A list of what is forbidden would never be complete: `importlib`, `runpy`,
+#: `subprocess`, `pydoc`, `logging.config`, entry points, `pickle.loads` and dozens more load or run what their argument
+#: says, and that is no name in the stream. Exceptions and enums are added by `_is_plain`.
+_PLAIN: Final[Mapping[str, str]] = MappingProxyType(
     {
-        "builtins.__import__",
-        "builtins.eval",
-        "builtins.exec",
-        "importlib.__import__",
-        "importlib.import_module",
-        "pkgutil.resolve_name",
-        "pydoc.locate",
-        "runpy.run_module",
-        "runpy.run_path",
+        "builtins": "Ellipsis NotImplemented bool bytearray bytes complex dict float frozenset int list object range set "
+        "slice str tuple",
+        "_codecs": "encode",  # how old protocols write bytes; it finds codecs of the standard library only
+        "_io": "BytesIO StringIO",
+        "array": "_array_reconstructor array",
+        "collections": "ChainMap Counter OrderedDict UserDict UserList UserString defaultdict deque",
+        "copyreg": "__newobj__ __newobj_ex__ _reconstructor",
+        "datetime": "date datetime time timedelta timezone",
+        "decimal": "Decimal",
+        "fractions": "Fraction",
+        "ipaddress": "IPv4Address IPv4Interface IPv4Network IPv6Address IPv6Interface IPv6Network",
+        "pathlib": "Path PosixPath PurePath PurePosixPath PureWindowsPath WindowsPath",
+        "pathlib._local": "Path PosixPath PurePath PurePosixPath PureWindowsPath WindowsPath",
+        "time": "struct_time",
+        "types": "SimpleNamespace",
+        "uuid": "UUID",
     }
 )
+
+#: Protocols of which a result is looked at. Python's own default is 4 or 5, Ray writes 5, torch.save 2.
+_PROTOCOLS: Final = range(2, pickle.HIGHEST_PROTOCOL + 1)
+#: From here on Python writes a protocol without being asked, and names classes directly.
+_DIRECT: Final = 4
+#: Levels of dataclasses, dicts, lists and so on that are followed.
+_DEEPEST: Final = 50
+_SHOWN: Final = 120
 
 _TEXT: Final = frozenset(
     {"UNICODE", "BINUNICODE", "SHORT_BINUNICODE", "BINUNICODE8", "STRING", "BINSTRING", "SHORT_BINSTRING"}
@@ -123,6 +143,8 @@ def globals_of(stream: bytes) -> frozenset[Global]:
         found, end = _read(stream)
     except (ValueError, IndexError, KeyError) as error:
         raise WireError(f"a pickle is wanted, and these {len(stream)} bytes are none: {error!r}") from error
+    except RecursionError as error:
+        raise WireError("pickles are nested inside of pickles too deeply to be read; carry plain data") from error
     if end != len(stream):
         raise WireError(f"one pickle is wanted, and {len(stream) - end} bytes follow it; look at each pickle by itself")
     return frozenset(found)
@@ -223,14 +245,16 @@ def _inside(value: str | bytes | bytearray) -> set[Global]:
         except UnicodeEncodeError:
             return set()
     data, found = bytes(value), set()
+    # Protocols 0 and 1 have no mark at the front; what names something in them has a line, and a dot at its end.
+    is_old = data[-1:] == b"." and b"\n" in data and data[:1] != b"\x80"
     # Several may stand in a row, with raw numbers after the last one.
-    while len(data) > 2 and data[0] == 0x80 and data[1] <= pickle.HIGHEST_PROTOCOL:
+    while is_old or (len(data) > 2 and data[0] == 0x80 and data[1] <= pickle.HIGHEST_PROTOCOL):
         try:
             more, end = _read(data)
         except (ValueError, IndexError, KeyError):
             break
         found |= more
-        data = data[end:]
+        data, is_old = data[end:], False
     return found
 
 
@@ -239,19 +263,30 @@ def crossings(value: Any, name: str = "value") -> tuple[Crossing, ...]:
 
     A part that is plain through and through is one entry, whatever it holds.
 
+    It is written in protocols 2 to the highest, and what any of them names counts: a class may write itself differently
+    in each.
+
     Args:
         value: What crosses.
         name: What the paths begin with, e.g. ``generate()``.
 
     Raises:
-        WireError: If a part can't be pickled at all; the message names it.
+        WireError: If a part can't be pickled at all, or is nested too deeply; the message names it.
     """
-    return tuple(_walk(value, name, {}))
+    try:
+        return tuple(_walk(value, name, {}))
+    except RecursionError as error:
+        raise WireError(f"{name} is nested too deeply to be followed; let the worker return flat data") from error
 
 
 def _walk(value: Any, path: str, above: dict[int, frozenset[Global]]) -> Iterator[Crossing]:
     """Yield a value's own entry and those of its parts; ``above`` is what the values that hold it need, by their id."""
-    needed = globals_of(_dumps(value, path))
+    if len(above) > _DEEPEST:
+        raise WireError(
+            f"{_shown(path)} is nested more than {_DEEPEST} levels deep; let the worker return flat data, such as a list "
+            f"of core's own dataclasses"
+        )
+    needed = _needs(value, path)
     inside = above | {id(value): needed}
     parts = list(_parts(value)) if needed else []
     # What holds itself is listed where it was met first.
@@ -283,37 +318,63 @@ def _parts(value: Any) -> Iterator[tuple[str, Any]]:
         yield from ((f".{key}", part) for key, part in vars(value).items())
 
 
-def _dumps(value: Any, path: str) -> bytes:
-    try:
-        return pickle.dumps(value)
-    except Exception as error:
-        # Whatever a foreign class raises here, the reader never gets the value.
-        where, part = _not_picklable(value, path, frozenset())
-        raise WireError(
-            f"{where} is a {type(part).__module__}.{type(part).__qualname__} and can't be pickled ({text_of(error)}); "
-            "let the worker return plain data"
-        ) from error
+def _needs(value: Any, path: str) -> frozenset[Global]:
+    """Return what any protocol names for a value.
 
-
-def _not_picklable(value: Any, path: str, above: frozenset[int]) -> tuple[str, Any]:
-    """Return the path and value of the smallest part that can't be pickled; the value itself where its parts can."""
-    for step, part in _parts(value) if id(value) not in above else ():
+    Raises:
+        WireError: If a protocol that is written unasked can't take it; the message names the smallest such part.
+    """
+    found = set[Global]()
+    for protocol in reversed(_PROTOCOLS):
         try:
-            pickle.dumps(part)
+            stream = pickle.dumps(value, protocol)
+        except Exception as error:  # whatever a foreign class raises here, the reader never gets the value
+            if protocol < _DIRECT:
+                continue  # they can't write everything
+            raise _why_not_picklable(value, path, protocol, error) from error
+        named = globals_of(stream)
+        if protocol < _DIRECT:
+            # They write nested classes, and bytes, by detours that nobody's class asks for; so only a new package counts.
+            known = {each.root for each in found} | sys.stdlib_module_names
+            named = {each for each in named if each.root not in known}
+        found |= named
+    return frozenset(found)
+
+
+def _why_not_picklable(value: Any, path: str, protocol: int, error: Exception) -> WireError:
+    where, part = _not_picklable(value, path, protocol, frozenset())
+    kind = f"{_shown(where)} is a {type(part).__module__}.{type(part).__qualname__}"
+    if isinstance(error, RecursionError):
+        return WireError(f"{kind} that is nested too deeply to be pickled; let the worker return flat data")
+    return WireError(f"{kind} and can't be pickled ({text_of(error)}); let the worker return plain data")
+
+
+def _not_picklable(value: Any, path: str, protocol: int, above: frozenset[int]) -> tuple[str, Any]:
+    """Return the path and value of the smallest part that can't be pickled; the value itself where its parts can."""
+    for step, part in _parts(value) if id(value) not in above and len(above) < _DEEPEST else ():
+        try:
+            pickle.dumps(part, protocol)
         except Exception:  # noqa: BLE001 - of any kind, as above; the part that raises it is what is looked for
-            return _not_picklable(part, path + step, above | {id(value)})
+            return _not_picklable(part, path + step, protocol, above | {id(value)})
     return path, value
+
+
+def _shown(path: str) -> str:
+    return path if len(path) <= _SHOWN else f"{path[:_SHOWN]}..."
 
 
 def check_crossing(
     value: Any, name: str = "value", *, allowed: Collection[str] = ALLOWED_ROOTS
 ) -> tuple[Crossing, ...]:
-    """Check that everything in a value can be unpickled with the allowed packages and the standard library.
+    """Check that everything in a value can be unpickled with the allowed packages and plain values of Python's own.
+
+    Of the standard library a pickle may name types of plain values (numbers, text, containers, times, paths, ...),
+    exceptions and enums, and nothing else: its functions can load or run whatever their argument says.
 
     Args:
         value: What crosses.
         name: What the paths begin with, e.g. ``generate()``.
-        allowed: Top-level packages that every reader has, beside the standard library.
+        allowed: Top-level packages that every reader has, and of which anything may be named; or one full name.
 
     Returns:
         Every entry, as `crossings` returns them; never none.
@@ -322,23 +383,61 @@ def check_crossing(
         WireError: If a field needs something else, or can't be pickled; the message names each such field.
     """
     rows = crossings(value, name)
+    _check(rows, allowed)
+    return rows
+
+
+def check_stream(stream: bytes, name: str = "value", *, allowed: Collection[str] = ALLOWED_ROOTS) -> frozenset[Global]:
+    """Check a pickle that somebody else has written (`ray.cloudpickle`, say) by the rule of `check_crossing`.
+
+    Args:
+        stream: One pickle; buffers that travel beside it are raw numbers and need nothing.
+        name: What it is, for the message.
+        allowed: As for `check_crossing`.
+
+    Returns:
+        What it names.
+
+    Raises:
+        WireError: If it needs something else, or is no pickle.
+    """
+    row = Crossing(path=name, kind="pickle", globals=globals_of(stream))
+    _check((row,), allowed)
+    return row.globals
+
+
+def _check(rows: Iterable[Crossing], allowed: Collection[str]) -> None:
     faults = [fault for row in rows for fault in _faults(row, allowed)]
     if faults:
-        known = ", ".join([*sorted(allowed), "the standard library"])
+        known = ", ".join([*sorted(allowed), "plain values of the standard library"])
         raise WireError(
             f"what crosses from a worker needs nothing but {known} to be unpickled; "
             + "; ".join(faults)
             + "; turn it into numbers, strings, lists, dicts or core's own dataclasses before it leaves the worker"
         )
-    return rows
 
 
 def _faults(row: Crossing, allowed: Collection[str]) -> Iterator[str]:
     for found in sorted(row.globals):
-        if str(found) in _OPEN_DOORS:
-            yield f"{row.path} calls {found} when it is read, which can load anything"
-        elif found.root not in allowed and found.root not in sys.stdlib_module_names:
+        if found.root in allowed or str(found) in allowed:
+            continue
+        if found.root not in sys.stdlib_module_names:
             yield f"{row.path} needs {found.root!r} ({found})"
+        elif not _is_plain(found):
+            yield f"{row.path} names {found}, which is no plain value of the standard library and could load anything"
+
+
+def _is_plain(found: Global) -> bool:
+    """Tell whether a name of the standard library is on the list, or is an exception or an enum.
+
+    Those two are too many to list. Whoever has one in his hand has its module loaded, so nothing is imported here.
+    """
+    if found.name in _PLAIN.get(found.module, "").split():
+        return True
+    value = getattr(sys.modules.get(found.module), "__dict__", {}).get(found.name)
+    if isinstance(value, type):
+        return issubclass(value, BaseException | enum.Enum)
+    return isinstance(value, enum.Enum)
 
 
 def table_of(rows: Iterable[Crossing]) -> str:

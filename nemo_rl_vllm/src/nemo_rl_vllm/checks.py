@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the driver refuses before any worker starts, by the settings alone; needs neither vLLM nor torch."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from nemo_rl_core.errors import ConfigError
+from nemo_rl_core.protocols.settings import GenerationSettings, ModelSettings
+from nemo_rl_vllm.config import VllmConfig
+
+__all__ = ["check_settings"]
+
+#: Keys that this adapter acts on; any other must have its default.
+_USED = frozenset(
+    {
+        *("tensor_parallel_size", "gpu_memory_utilization", "max_model_len", "skip_tokenizer_init", "load_format"),
+        *("precision", "enforce_eager", "hf_overrides"),
+    }
+)
+
+
+def check_settings(settings: GenerationSettings) -> None:
+    """Refuse what the engine could not run, or would run other than it is asked to.
+
+    Args:
+        settings: What every worker is told; ``options`` is the section ``vllm_cfg``, checked by its schema.
+
+    Raises:
+        ConfigError: Naming the key of the first value that cannot be used.
+    """
+    options, model = VllmConfig.model_validate(dict(settings.options)), settings.model
+    for key, field in VllmConfig.model_fields.items():
+        value = getattr(options, key)
+        if key not in _USED and value != field.get_default(call_default_factory=True):
+            raise ConfigError(f"policy.generation.vllm_cfg.{key}={value!r} is not there yet; take the key out")
+    if options.load_format not in (None, "dummy"):
+        raise ConfigError(
+            "policy.generation.vllm_cfg.load_format must be dummy, since the weights come by refit, got "
+            f"{options.load_format!r}"
+        )
+    if options.precision not in ("auto", model.precision):
+        raise ConfigError(
+            "policy.generation.vllm_cfg.precision must be auto or that of the policy, whose weights the engine gets: got "
+            f"{options.precision} and policy.precision={model.precision}"
+        )
+    _check_lengths(options, model)
+    _check_parallel(options, model)
+
+
+def _check_lengths(options: VllmConfig, model: ModelSettings) -> None:
+    """Hold the engine's context between what the policy asks for and what the model has."""
+    limit = options.max_model_len
+    if limit is None:
+        return
+    if limit < model.max_total_sequence_length:
+        raise ConfigError(
+            "policy.generation.vllm_cfg.max_model_len must be at least policy.max_total_sequence_length, got "
+            f"{limit} and {model.max_total_sequence_length}; raise it, or leave it out"
+        )
+    positions = _model_value(options, model, "max_position_embeddings")
+    if positions is not None and limit > positions:
+        raise ConfigError(
+            f"policy.generation.vllm_cfg.max_model_len is {limit}, but the model has {positions} positions; lower it"
+        )
+
+
+def _check_parallel(options: VllmConfig, model: ModelSettings) -> None:
+    """Ask that the attention heads can be shared out."""
+    heads = _model_value(options, model, "num_attention_heads")
+    if heads is not None and heads % options.tensor_parallel_size:
+        raise ConfigError(
+            f"policy.generation.vllm_cfg.tensor_parallel_size={options.tensor_parallel_size} does not divide the model's "
+            f"{heads} attention heads; take a divisor of it"
+        )
+
+
+def _model_value(options: VllmConfig, model: ModelSettings, key: str) -> int | None:
+    """Return a number of the model's config; None where it does not say, and the worker will."""
+    values: Mapping[str, Any] = model.hf_config or {}
+    if model.folder is not None:
+        try:
+            values = json.loads((Path(model.folder) / "config.json").read_text(encoding="utf-8"))
+        except (OSError, UnicodeDecodeError, json.JSONDecodeError):
+            return None  # core refuses such a folder in its own words
+    values = {**values, **model.overrides, **options.hf_overrides}
+    nested = values.get("text_config")
+    found = values.get(key, nested.get(key) if isinstance(nested, Mapping) else None)
+    return found if isinstance(found, int) else None

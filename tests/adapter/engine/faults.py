@@ -1,0 +1,110 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Faults that are planted in a live engine's worker; each function runs there, by collective RPC."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+
+def heal(worker: Any) -> None:
+    """Take every planted fault away."""
+    for name in ("load", "finish"):
+        vars(worker._nemo_rl_weights).pop(name, None)
+    vars(worker.get_model()).pop("load_weights", None)
+    for experts in _experts(worker):
+        vars(experts).pop("close", None)
+
+
+def swapped(worker: Any) -> None:
+    """Load two tensors of one shape into each other's place."""
+    first, second = "model.layers.0.self_attn.k_proj.weight", "model.layers.0.self_attn.v_proj.weight"
+    other = {first: second, second: first}
+    _load(worker, lambda name, tensor: (other.get(name, name), tensor))
+
+
+def stale(worker: Any) -> None:
+    """Leave a whole bucket out and say that it was loaded."""
+    weights, seen = worker._nemo_rl_weights, []
+    load = weights.load
+
+    def skip_the_second(tensors: Any) -> None:
+        seen.append(tensors)
+        if len(seen) == 2:
+            weights._arrived += [name for name, _ in tensors]
+        else:
+            load(tensors)
+
+    weights.load = skip_the_second
+
+
+def halved(worker: Any) -> None:
+    """Load one norm at half its scale."""
+    _load(worker, lambda name, tensor: (name, tensor / 2 if name == "model.norm.weight" else tensor))
+
+
+def rounded(worker: Any) -> None:
+    """Load one tensor through a smaller type."""
+    _load(worker, lambda name, t: (name, t.bfloat16().float() if name == "model.layers.1.mlp.up_proj.weight" else t))
+
+
+def forgotten(worker: Any) -> None:
+    """Let the model's loader pass over one tensor without a word."""
+    model = worker.get_model()
+    load = model.load_weights
+    model.load_weights = lambda pairs: load((n, t) for n, t in pairs if n != "model.layers.1.mlp.down_proj.weight")
+
+
+def misplaced_expert(worker: Any) -> None:
+    """Put one expert's tensor into another expert's place."""
+    first, second = (f"model.layers.0.mlp.experts.{expert}.gate_proj.weight" for expert in (1, 2))
+    _load(worker, lambda name, tensor: (second if name == first else name, tensor))
+
+
+def broken(worker: Any) -> None:
+    """Fail in the middle of a load."""
+
+    def load(tensors: Any) -> None:
+        raise MemoryError("no room for this bucket")
+
+    worker._nemo_rl_weights.load = load
+
+
+def unfinished(worker: Any) -> None:
+    """Never set the version."""
+    worker._nemo_rl_weights.finish = lambda _: None
+
+
+def not_repacked(worker: Any) -> None:
+    """Leave out the step after the load of experts."""
+    for experts in _experts(worker):
+        experts.close = lambda: None
+
+
+def repacked_twice(worker: Any) -> None:
+    """Run the step after the load of experts once more, on what it has packed already."""
+    for experts in _experts(worker):
+        close = experts.close
+
+        def twice(experts: Any = experts, close: Callable[[], None] = close) -> None:
+            close()
+            experts._repack(experts.layer)
+
+        experts.close = twice
+
+
+def corrupt(worker: Any) -> None:
+    """Change one live element, after a refit that was fine."""
+    with torch.no_grad():
+        worker.get_model().get_parameter("model.layers.1.self_attn.o_proj.weight").view(-1)[7] += 1e-3
+
+
+def _load(worker: Any, change: Callable[[str, torch.Tensor], tuple[str, torch.Tensor]]) -> None:
+    weights = worker._nemo_rl_weights
+    load = weights.load
+    weights.load = lambda tensors: load([change(name, tensor) for name, tensor in tensors])
+
+
+def _experts(worker: Any) -> list[Any]:
+    found = {id(part.experts): part.experts for part in worker._nemo_rl_weights._parts.values()}
+    return [experts for experts in found.values() if experts is not None]

@@ -1,0 +1,56 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Settings that the engine could not run are refused in the driver, with key, value and way out."""
+
+import json
+
+import pytest
+
+from nemo_rl_core.errors import ConfigError
+from nemo_rl_core.protocols.settings import GenerationSettings, ModelSettings, TokenizerSettings
+from nemo_rl_vllm.checks import check_settings
+from nemo_rl_vllm.config import VllmConfig
+
+TINY = {"model_type": "qwen3", "num_attention_heads": 4, "max_position_embeddings": 16}
+
+
+def settings(model: ModelSettings | None = None, **options: object) -> GenerationSettings:
+    return GenerationSettings(
+        model=model or ModelSettings(hf_config=TINY, precision="float32", max_total_sequence_length=8),
+        tokenizer=TokenizerSettings(characters="01"),
+        options=VllmConfig.model_validate(options).model_dump(),
+    )
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"precision": "float32", "load_format": "dummy"}, {"max_model_len": 16, "tensor_parallel_size": 2}],
+)
+def test_settings_that_the_engine_can_run_pass(options):
+    check_settings(settings(**options))
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"precision": "bfloat16"}, r"vllm_cfg\.precision must be auto .* bfloat16 and policy\.precision=float32"),
+        ({"max_model_len": 7}, r"vllm_cfg\.max_model_len must be at least .* 7 and 8"),
+        ({"max_model_len": 17}, r"vllm_cfg\.max_model_len is 17, but the model has 16"),
+        ({"tensor_parallel_size": 3}, r"tensor_parallel_size=3 does not divide the model's 4"),
+        ({"load_format": "safetensors"}, r"load_format must be dummy"),
+        ({"kv_cache_dtype": "fp8"}, r"kv_cache_dtype='fp8' is not there yet"),
+        ({"enable_vllm_metrics_logger": True}, r"enable_vllm_metrics_logger=True is not there yet"),
+        ({"expert_parallel_size": 2}, r"expert_parallel_size=2 is not there yet"),
+    ],
+)
+def test_settings_that_it_cannot_run_are_refused_with_the_key(options, words):
+    with pytest.raises(ConfigError, match=words):
+        check_settings(settings(**options))
+
+
+def test_a_model_folder_is_read_and_a_nested_text_config_counts(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"text_config": TINY}))
+    folder = ModelSettings(folder=str(tmp_path), max_total_sequence_length=8)
+    with pytest.raises(ConfigError, match="16 positions"):
+        check_settings(settings(folder, max_model_len=32))
+    (tmp_path / "config.json").write_text("{")
+    check_settings(settings(folder, max_model_len=32))  # core refuses the folder in its own words

@@ -1,0 +1,69 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The main job with a real engine in an environment of its own, built by the command that the error message names."""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from nemo_rl_core.observability.metrics_logger import read_metrics
+
+TINY = Path(__file__).parents[2] / "examples" / "grpo_tiny.yaml"
+BUILD_LIMIT_S, RUN_LIMIT_S = 1500, 900
+
+
+def nemo_rl(*arguments: str, env: dict[str, str], limit_s: float) -> "subprocess.CompletedProcess[str]":
+    command = [sys.executable, "-m", "nemo_rl_core", *arguments]
+    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=limit_s, check=False)
+
+
+@pytest.fixture(scope="module")
+def site() -> dict[str, str]:
+    """The variables of a site whose environments are built; kept between test runs, since it is gigabytes."""
+    env = {key: value for key, value in os.environ.items() if not key.startswith("NEMO_RL_")}
+    env |= {"NEMO_RL_VENV_DIR": str(Path(tempfile.gettempdir()) / "nemo-rl-test-venvs"), "CUDA_VISIBLE_DEVICES": ""}
+    done = nemo_rl("env", "build", "vllm-cpu", env=env, limit_s=BUILD_LIMIT_S)
+    assert done.returncode == 0, done.stderr
+    print(done.stdout)
+    return env
+
+
+@pytest.mark.full
+@pytest.mark.timeout(BUILD_LIMIT_S + 60)
+def test_the_built_environment_is_listed_with_the_engine_that_it_holds(site):
+    """The engine's version is asked in its own interpreter; this process cannot even find it."""
+    assert importlib.util.find_spec("vllm") is None
+    done = nemo_rl("backends", "--check", "--json", env=site, limit_s=200)
+    row = {row["name"]: row for row in json.loads(done.stdout)}["vllm"]
+    python = nemo_rl("env", "path", "vllm-cpu", env=site, limit_s=60).stdout.strip()
+    assert (row["engine_state"], row["engine"], row["interpreter"]) == ("available", "vllm-cpu 0.32.0", python)
+    assert (row["environment"], row["environment_state"]) == ("vllm-cpu", "ready")
+
+
+@pytest.mark.full
+@pytest.mark.timeout(BUILD_LIMIT_S + RUN_LIMIT_S + 60)
+def test_three_steps_train_with_the_engine_in_its_own_interpreter_and_the_driver_without_it(site, tmp_path):
+    """U1, U8, U30, U40, U46, R1: two torches, one refit after each step, logprobs of both sides agree."""
+    assert importlib.util.find_spec("vllm") is None
+    overrides = ("policy.generation.backend=vllm", "grpo.max_num_steps=3", f"run_dir={tmp_path / 'run'}")
+    done = nemo_rl("train", str(TINY), *overrides, env=site, limit_s=RUN_LIMIT_S)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+    rows = read_metrics(tmp_path / "run")
+    assert [row["generation/weight_version"] for row in rows] == [0, 0, 1, 2]
+    assert all(row["train/token_mult_prob_error"] < 1.05 for row in rows[1:])
+    assert len({row["refit/digest"] for row in rows}) == 4
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    print(f"workers up after {summary['startup_seconds']} s, all in {summary['seconds']} s")
+    (train,), (generation,) = summary["roles"]["train"], summary["roles"]["generation"]
+    assert (generation["backend"], generation["engine_version"]) == ("vllm", "vllm-cpu 0.32.0")
+    assert Path(generation["interpreter"]).is_relative_to(site["NEMO_RL_VENV_DIR"])
+    assert generation["versions"]["torch"].startswith("2.13.0")
+    assert train["interpreter"] == summary["driver"]["interpreter"] == sys.executable
+    assert not {"vllm", "vllm-cpu"} & set(train["versions"])
+    assert train["versions"]["torch"] != generation["versions"]["torch"]
+    assert summary["firewall"]["violations"] == []
