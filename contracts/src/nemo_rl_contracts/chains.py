@@ -13,7 +13,6 @@ that somebody asks about, or when it holds words that grimp does not look at. Wh
 import bisect
 import heapq
 import itertools
-import re
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -25,13 +24,9 @@ from grimp import ImportGraph
 from nemo_rl_contracts.errors import NotCoveredError
 from nemo_rl_contracts.phases import Form, FoundImport, Phase
 from nemo_rl_contracts.sources import Reader, shown
-from nemo_rl_contracts.type_checking import is_usual
 
 __all__ = ["Chain", "Edge", "ImportMap", "ancestors", "covers", "find_chains", "find_reach"]
 
-_STAR = re.compile(rb"\bimport[\s\\]*\*")
-#: Plain words are searched many times faster; a star has one of these before it.
-_BEFORE_A_STAR = (b"import *", b"import*", b"import  ", b"import\t", b"import\\")
 #: Number of modules up to which it is quicker to look at the files' bytes for each than to parse them all.
 _FEW = 8
 
@@ -136,16 +131,14 @@ class ImportMap:
     def unseen(self) -> frozenset[str]:
         """The modules that may import something that grimp does not see."""
         return self._odd | frozenset(
-            module for module in self.reader.files.keys() & self.modules if self.reader.may_import_dynamically(module)
+            module for module in self.reader.files.keys() & self.modules if self.reader.marks(module).may_call
         )
 
     @cached_property
     def _odd(self) -> frozenset[str]:
         """The modules whose statements may do something else than grimp takes them for."""
         return frozenset(
-            module
-            for module in self.reader.files.keys() & self.modules
-            if _has_star(source := self.reader.source(module)) or not is_usual(source)
+            module for module in self.reader.files.keys() & self.modules if self.reader.marks(module).is_odd
         )
 
     def edges(self, module: str) -> tuple[Edge, ...]:
@@ -280,10 +273,6 @@ class ImportMap:
 
     def _is_internal(self, name: str) -> bool:
         return name in self.modules or any(package in self.modules for package in ancestors(name))
-
-
-def _has_star(source: bytes) -> bool:
-    return any(word in source for word in _BEFORE_A_STAR) and _STAR.search(source) is not None
 
 
 def _holds(names: Sequence[str], name: str) -> bool:

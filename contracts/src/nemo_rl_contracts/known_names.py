@@ -6,7 +6,6 @@ A rule against a name that nobody has is kept forever, so a typo in it must not 
 
 import difflib
 import importlib.machinery
-import importlib.metadata
 import importlib.util
 import re
 import sys
@@ -18,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from nemo_rl_contracts.errors import MisconfiguredError
+from nemo_rl_contracts.installed import owners, requirements_of
 from nemo_rl_contracts.patterns import parse_pairs
 
 __all__ = ["KnownNames", "Requirement", "is_namespace", "normalized", "read_toml", "requirement_name", "requirements"]
@@ -262,7 +262,7 @@ class KnownNames:
     @cached_property
     def _owners(self) -> Mapping[str, list[str]]:
         """Top-level modules to the distributions that bring them, of all that is installed."""
-        return importlib.metadata.packages_distributions()
+        return owners()
 
     @cached_property
     def _brings(self) -> Mapping[str, frozenset[str]]:
@@ -292,7 +292,7 @@ class KnownNames:
         for root in self._roots:
             for owner in self._owners.get(root.partition(".")[0], []):
                 names.add(normalized(owner))
-                names |= {requirement_name(line) for line in importlib.metadata.requires(owner) or []}
+                names |= {requirement_name(line) for line in requirements_of(owner)}
         return frozenset(names - {""})
 
     def _projects(self) -> list[Path]:

@@ -25,7 +25,7 @@ from nemo_rl_contracts.placing import (
     registered_types,
     require_plain_values,
 )
-from nemo_rl_contracts.sources import CACHE_FOLDER, find_sources, package_folders, shown
+from nemo_rl_contracts.sources import CACHE_FOLDER, package_folders, shown
 from nemo_rl_contracts.violations import Violation
 
 __all__ = [
@@ -186,8 +186,8 @@ def build_graph(
             _require_plain_files(folder)
     if cache_dir is not None:
         _require_folder(Path(cache_dir))
-        files = [file.path for root in roots for file in find_sources(root)[0]]
-        distrust_if_changed(Path(cache_dir), files, folder=Path(CACHE_FOLDER))
+        folders = [folder for root in roots for folder in package_folders(root)]
+        distrust_if_changed(Path(cache_dir), folders, folder=Path(CACHE_FOLDER))
     try:
         return grimp.build_graph(
             *roots,

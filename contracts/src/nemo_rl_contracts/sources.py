@@ -10,13 +10,15 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
-from nemo_rl_contracts import names, phases
+from nemo_rl_contracts import names, phases, type_checking
 from nemo_rl_contracts.errors import MisconfiguredError, NotCoveredError
 from nemo_rl_contracts.phases import Form, FoundImport, Phase, find_imports, may_import_dynamically
 from nemo_rl_contracts.slices import imports_at, lines_of
+from nemo_rl_contracts.type_checking import has_star, is_usual
 
-__all__ = ["CACHE_FOLDER", "Reader", "SourceFile", "Stray", "find_sources", "package_folders", "shown"]
+__all__ = ["CACHE_FOLDER", "Marks", "Reader", "SourceFile", "Stray", "find_sources", "package_folders", "shown"]
 
 #: Where results are kept between runs, unless somebody says otherwise; relative to the working directory.
 CACHE_FOLDER = ".nemo_rl_contracts_cache"
@@ -54,6 +56,18 @@ class Stray:
     reason: str
     compiled: bool = False
     module: str = ""
+
+
+class Marks(NamedTuple):
+    """What the bytes of a file show.
+
+    Attributes:
+        may_call: A call in it may import something.
+        is_odd: Its statements may do something else than grimp takes them for: a star, another TYPE_CHECKING.
+    """
+
+    may_call: bool
+    is_odd: bool
 
 
 def package_folders(package: str) -> list[Path]:
@@ -192,6 +206,7 @@ class Reader:
         self._bytes: dict[str, bytes] = {}
         self._imports: dict[str, list[FoundImport]] = {}
         self._lines: dict[str, Sequence[bytes] | None] = {}
+        self._marks: dict[str, Marks] = {}
         self._cache = _Cache(cache_folder) if cache_folder is not None else None
 
     def source(self, module: str) -> bytes:
@@ -235,16 +250,23 @@ class Reader:
             return None
         return imports_at(lines, lineno, module=module, is_package=self.files[module].is_package)
 
-    def may_import_dynamically(self, module: str) -> bool:
-        """Tell whether a call in a module may import something; cheap, and never wrongly False.
+    def marks(self, module: str) -> Marks:
+        """Return what the bytes of a module's file show; cheap, and never wrongly False.
 
         Raises:
             NotCoveredError: If the file can't be read.
         """
-        source = self.source(module)
-        return may_import_dynamically(source) or any(
-            name.rpartition(".")[2].encode() in source for name in self._functions
-        )
+        if module not in self._marks:
+            source = self.source(module)
+            key = f"marks {_key(source, self.files[module], self._functions)}"
+            marks = self._cache.get_marks(key) if self._cache is not None else None
+            if marks is None:
+                called = any(name.rpartition(".")[2].encode() in source for name in self._functions)
+                marks = Marks(may_import_dynamically(source) or called, has_star(source) or not is_usual(source))
+                if self._cache is not None:
+                    self._cache.put_marks(key, marks)
+            self._marks[module] = marks
+        return self._marks[module]
 
     def may_name(self, module: str, target: str) -> bool:
         """Tell from its bytes whether a call in a module may import a target or something below it.
@@ -338,7 +360,7 @@ def _key(source: bytes, file: SourceFile, functions: tuple[str, ...]) -> str:
 def _reading_rules() -> str:
     """Return a digest of the code that reads files: what another release found is of no use to this one."""
     digest = hashlib.blake2b(digest_size=8)
-    for module in (names, phases):
+    for module in (names, phases, type_checking):
         digest.update(Path(module.__file__ or "").read_bytes())
     return digest.hexdigest()
 
@@ -376,6 +398,18 @@ class _Cache:
             return None
         self._used.add(key)
         return found
+
+    def get_marks(self, key: str) -> Marks | None:
+        row = self._rows.get(key)
+        if not isinstance(row, list) or len(row) != 2 or not all(isinstance(mark, bool) for mark in row):
+            return None
+        self._used.add(key)
+        return Marks(*row)
+
+    def put_marks(self, key: str, marks: Marks) -> None:
+        self._rows[key] = list(marks)
+        self._used.add(key)
+        self._changed = True
 
     def put(self, key: str, found: list[FoundImport]) -> None:
         self._rows[key] = [

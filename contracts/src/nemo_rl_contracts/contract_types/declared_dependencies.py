@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """``declared_dependencies``: what a package imports, its distribution asks for."""
 
-import importlib.metadata
 import itertools
 import sys
 from collections.abc import Iterator, Mapping
@@ -10,6 +9,7 @@ from pathlib import Path
 
 from grimp import ImportGraph
 
+from nemo_rl_contracts import installed
 from nemo_rl_contracts.chains import Edge, ImportMap, covers
 from nemo_rl_contracts.contract_types.base import FirewallContract, read_import_map, root_packages, select_modules
 from nemo_rl_contracts.contract_types.options import required_text, texts
@@ -62,7 +62,7 @@ class DeclaredDependenciesContract(FirewallContract):
         )
         homes = self._homes(declared, imports)
         allow = AllowList(self.allow, internal=[self.package])
-        owners = _Owners(mapped=mapped, installed=importlib.metadata.packages_distributions())
+        owners = _Owners(mapped=mapped, installed=installed.owners())
         judge = _Judge(imports=imports, declared=declared, homes=homes)
         violations = [
             violation
@@ -215,7 +215,7 @@ class _Owners:
         """Return the files of an installed distribution without their suffixes, and their folders."""
         if distribution not in self._files:
             found: set[str] = set()
-            for file in importlib.metadata.files(distribution) or ():
+            for file in installed.files_of(distribution):
                 found.add("/".join((*file.parts[:-1], file.name.partition(".")[0])))
                 found.update("/".join(file.parts[:length]) for length in range(1, len(file.parts)))
             self._files[distribution] = frozenset(found)

@@ -68,7 +68,7 @@ class StringImportsContract(FirewallContract):
         allow = AllowList(self.allow, internal=roots)
         violations = []
         for module in sources:
-            if module not in imports.reader.files or not imports.reader.may_import_dynamically(module):
+            if module not in imports.reader.files or not imports.reader.marks(module).may_call:
                 continue
             for edge in imports.edges(module):
                 if edge.form is not Form.DYNAMIC or edge.initialiser:

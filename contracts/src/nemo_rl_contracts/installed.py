@@ -1,0 +1,28 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The metadata of what is installed. Importing its reader takes as long as checking a small tree, so it waits for use."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import PurePath
+
+__all__ = ["files_of", "owners", "requirements_of"]
+
+
+def owners() -> Mapping[str, list[str]]:
+    """Return top-level modules to the distributions that bring them."""
+    import importlib.metadata
+
+    return importlib.metadata.packages_distributions()
+
+
+def requirements_of(distribution: str) -> Sequence[str]:
+    """Return what an installed distribution asks for, as its metadata writes it."""
+    import importlib.metadata
+
+    return importlib.metadata.requires(distribution) or []
+
+
+def files_of(distribution: str) -> Sequence[PurePath]:
+    """Return the files that an installed distribution lists; none where it was installed without a list."""
+    import importlib.metadata
+
+    return importlib.metadata.files(distribution) or ()
