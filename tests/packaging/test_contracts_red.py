@@ -178,7 +178,7 @@ OFFENCES: dict[str, tuple[str, dict[str, str], str]] = {
     ),
     "the adapter imports what it does not ask for": (
         "adapter-declares",
-        {"nemo_rl_vllm/seeded.py": "import torch\n"},
+        {"nemo_rl_vllm/seeded.py": "import yaml\n"},
         "which the distribution 'nemo-rl-vllm' does not ask for",
     ),
     "the contracts package imports what it does not ask for": (
