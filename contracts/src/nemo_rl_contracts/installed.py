@@ -1,10 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The metadata of what is installed. Importing its reader takes as long as checking a small tree, so it waits for use."""
+"""Names and metadata of distributions. The reader of metadata takes long to import, so it waits for its first use."""
 
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import PurePath
 
-__all__ = ["files_of", "owners", "requirements_of"]
+__all__ = ["files_of", "normalized", "owners", "requirements_of"]
+
+
+def normalized(distribution: str) -> str:
+    """Return the name of a distribution as PEP 503 writes it."""
+    return re.sub(r"[-_.]+", "-", distribution).lower()
 
 
 def owners() -> Mapping[str, list[str]]:

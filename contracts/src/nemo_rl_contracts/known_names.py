@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from nemo_rl_contracts.errors import MisconfiguredError
-from nemo_rl_contracts.installed import owners, requirements_of
+from nemo_rl_contracts.installed import normalized, owners, requirements_of
 from nemo_rl_contracts.patterns import parse_pairs
 
 __all__ = ["KnownNames", "Requirement", "is_namespace", "normalized", "read_toml", "requirement_name", "requirements"]
@@ -27,11 +27,6 @@ _LOCKS = {"uv.lock": "package", "poetry.lock": "package", "pdm.lock": "package",
 _REQUIREMENT = re.compile(
     r"\s*(?P<name>[A-Za-z0-9][A-Za-z0-9._-]*)\s*(?:\[(?P<extras>[^\]]*)\])?(?P<rest>.*)", re.DOTALL
 )
-
-
-def normalized(distribution: str) -> str:
-    """Return the name of a distribution as PEP 503 writes it."""
-    return re.sub(r"[-_.]+", "-", distribution).lower()
 
 
 def requirement_name(requirement: str) -> str:

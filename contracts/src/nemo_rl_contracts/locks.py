@@ -25,6 +25,7 @@ from types import MappingProxyType
 from typing import Any
 
 from nemo_rl_contracts.errors import MisconfiguredError
+from nemo_rl_contracts.installed import normalized
 from nemo_rl_contracts.lock_markers import extra_item, may_apply, project_item
 
 __all__ = [
@@ -62,7 +63,7 @@ def normalise(name: str) -> str:
         raise LockError(
             f"a name has letters, digits, '.', '_' and '-', and begins and ends with a letter or digit; got {name!r}"
         )
-    return re.sub(r"[-_.]+", "-", name).lower()
+    return normalized(name)
 
 
 @dataclass(frozen=True, kw_only=True, order=True)
