@@ -12,8 +12,8 @@ from nemo_rl_core.protocols.settings import GenerationSettings, ModelSettings, T
 from nemo_rl_core.refit.manifest import Manifest
 from nemo_rl_core.refit.sender import RefitSender
 from nemo_rl_core.refit.settings import RefitSettings
+from nemo_rl_core.workers.checkpoint_names import live_tensors
 from nemo_rl_core.workers.dtensor import DTensorPolicyWorker
-from nemo_rl_core.workers.models import wire_tensors
 from nemo_rl_core.workers.sharding import full_tensors
 from nemo_rl_core.workers.torch_generation import TorchGenerationWorker
 from tests.core.workers.test_dtensor import batch_of, settings_of
@@ -59,7 +59,7 @@ def test_a_refit_from_cuda_to_cuda_makes_both_sides_agree(precision):
     dtype = torch.float32 if precision == "float32" else torch.bfloat16
     try:
         policy.train(batch_of(), LossSettings())
-        tensors = list(full_tensors(wire_tensors(policy._model.model), dtype))
+        tensors = list(full_tensors(live_tensors(policy._model.model), dtype))
         # One GPU for both: the handshake would refuse it by its UUID, so the sender goes by another name here.
         with RefitSender(num_receivers=1, settings=RefitSettings(), device_id="another device") as sender:
             receiver = threading.Thread(target=generation.receive_weights, args=(sender.address,), daemon=True)

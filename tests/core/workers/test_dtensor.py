@@ -10,8 +10,9 @@ from nemo_rl_core.errors import ConfigError, StateError
 from nemo_rl_core.objectives.losses import LossSettings, LossTotals, clipped_pg_loss
 from nemo_rl_core.protocols.settings import ModelSettings
 from nemo_rl_core.refit.manifest import Manifest
+from nemo_rl_core.workers.checkpoint_names import live_tensors, wire_tensors
 from nemo_rl_core.workers.dtensor import DTensorPolicyWorker
-from nemo_rl_core.workers.models import LogprobModel, build_model, random_model, wire_tensors
+from nemo_rl_core.workers.models import LogprobModel, build_model, random_model
 from nemo_rl_core.workers.settings import BatchingSettings, OptimizerSettings, PolicySettings
 from tests.core.workers.ranks import run_on_ranks
 from tests.core.workers.tiny import MODEL, VOCAB
@@ -84,11 +85,11 @@ def make_worker():
 def weights_of(worker):
     from nemo_rl_core.workers.sharding import full_tensors
 
-    return {name: t.clone() for name, t in full_tensors(wire_tensors(worker._model.model), torch.float32)}
+    return {name: t.clone() for name, t in full_tensors(live_tensors(worker._model.model), torch.float32)}
 
 
 def assert_same_weights(found, model, atol=1e-5):
-    for name, tensor in wire_tensors(model):
+    for name, tensor in live_tensors(model):
         assert torch.allclose(found[name], tensor.detach(), atol=atol), name
 
 
@@ -276,7 +277,7 @@ def test_bfloat16_computes_in_bfloat16_over_float32_master_weights(make_worker):
     batch = batch_of()
     assert {p.dtype for p in worker._model.parameters()} == {torch.float32}
     half = random_model(settings_of().model, torch.bfloat16)
-    for (_, live), (_, master) in zip(wire_tensors(half), weights_of(worker).items(), strict=True):
+    for (_, live), (_, master) in zip(live_tensors(half), weights_of(worker).items(), strict=True):
         live.data.copy_(master)
     inside = torch.arange(10)[None] < batch["input_lengths"][:, None]
     expected = LogprobModel(half, chunk=10_000, temperature=1.0)(batch["input_ids"])
@@ -318,6 +319,41 @@ def test_two_ranks_agree_with_plain_torch_and_hold_half_the_weights_each(batchin
     assert digest == other_digest
     assert_same_weights(weights, plain.model)
     assert share == pytest.approx(0.5, abs=0.05)
+
+
+MIXTURE = {
+    **{key: value for key, value in MODEL.items() if key != "intermediate_size"},
+    "model_type": "qwen3_moe",
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+}
+
+
+def two_rank_mixture(rank, world_size, store):
+    """Run on each rank: what is sent of a sharded mixture of experts after a step, and the manifest of it."""
+    model = ModelSettings(hf_config=MIXTURE, max_total_sequence_length=32, seed=3)
+    worker = DTensorPolicyWorker(settings_of(model=model), rank=rank, world_size=world_size, store=store)
+    worker.train(batch_of().shard_by_batch_size(world_size)[rank], LossSettings())
+    source = worker._weights()
+    sent = [(name, tensor.clone()) for name, tensor in source._tensors()]
+    answer = sent, source.manifest().to_json(), worker.weights_digest()
+    worker.shutdown()
+    return answer
+
+
+def test_a_sharded_mixture_of_experts_travels_as_one_tensor_for_each_expert():
+    """transformers keeps the experts of a layer in one tensor, which FSDP2 cuts; an engine's loader knows neither."""
+    (sent, manifest, digest), (others, other_manifest, other_digest) = run_on_ranks(two_rank_mixture, 2)
+    plain = Plain(settings_of(model=ModelSettings(hf_config=MIXTURE, max_total_sequence_length=32, seed=3)))
+    plain.step(batch_of(), LossSettings())
+    assert (manifest, digest) == (other_manifest, other_digest)
+    assert Manifest.from_json(manifest) == Manifest.from_tensors(sent) == Manifest.from_tensors(others)
+    expected = dict(wire_tensors(plain.model))
+    assert [name for name, _ in sent] == list(expected)
+    assert sum(".experts.3." in name for name in expected) == 3 * MIXTURE["num_hidden_layers"]
+    for name, tensor in sent:
+        assert torch.allclose(tensor, expected[name], atol=1e-5), name
 
 
 def test_several_ranks_without_a_store_are_refused():

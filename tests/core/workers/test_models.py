@@ -1,5 +1,4 @@
 # SPDX-License-Identifier: Apache-2.0
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -13,7 +12,6 @@ from nemo_rl_core.workers.models import (
     check_logprobs,
     load_config,
     random_model,
-    wire_tensors,
 )
 from tests.core.workers.tiny import MODEL, VOCAB
 
@@ -111,18 +109,6 @@ def _scaled(output):
     return output
 
 
-def test_wire_tensors_name_tied_weights_once_and_leave_rotary_tables_out():
-    tied = random_model(ModelSettings(hf_config=MODEL, max_total_sequence_length=16), torch.float32)
-    names = [name for name, _ in wire_tensors(tied)]
-    assert "model.embed_tokens.weight" in names
-    assert "lm_head.weight" not in names
-    assert not any("inv_freq" in name for name in names)
-    untied = random_model(
-        ModelSettings(hf_config=MODEL | {"tie_word_embeddings": False}, max_total_sequence_length=16), torch.float32
-    )
-    assert "lm_head.weight" in [name for name, _ in wire_tensors(untied)]
-
-
 def test_random_weights_follow_the_seed_and_leave_the_global_stream_alone():
     settings = ModelSettings(hf_config=MODEL, max_total_sequence_length=16, seed=5)
     state = torch.random.get_rng_state()
@@ -139,7 +125,7 @@ def test_a_folder_round_trips_and_its_faults_are_named(tmp_path):
     model.save_pretrained(tmp_path / "good")
     from_folder = ModelSettings(folder=str(tmp_path / "good"), max_total_sequence_length=16)
     loaded = build_model(from_folder, torch.float32)
-    for (name, a), (_, b) in zip(wire_tensors(model), wire_tensors(loaded), strict=True):
+    for (name, a), (_, b) in zip(model.named_parameters(), loaded.named_parameters(), strict=True):
         assert torch.equal(a, b), name
 
     model.config.save_pretrained(tmp_path / "no_weights")
@@ -176,9 +162,3 @@ def test_a_policy_needs_a_positive_temperature():
     model = random_model(ModelSettings(hf_config=MODEL, max_total_sequence_length=16), torch.float32)
     with pytest.raises(ModelError, match=r"positive temperature, got 0\.0"):
         LogprobModel(model, chunk=4, temperature=0.0)
-
-
-def test_wire_tensors_is_an_iterator_that_starts_afresh():
-    model = random_model(ModelSettings(hf_config=MODEL, max_total_sequence_length=16), torch.float32)
-    assert isinstance(wire_tensors(model), Iterator)
-    assert len(list(wire_tensors(model))) == len(list(wire_tensors(model)))

@@ -12,7 +12,8 @@ from nemo_rl_core.protocols.settings import GenerationSettings, ModelSettings
 from nemo_rl_core.refit.manifest import Manifest
 from nemo_rl_core.refit.sender import RefitSender
 from nemo_rl_core.refit.settings import RefitSettings
-from nemo_rl_core.workers.models import random_model, wire_tensors
+from nemo_rl_core.workers.checkpoint_names import wire_tensors
+from nemo_rl_core.workers.models import random_model
 from nemo_rl_core.workers.sampling import sampling_logprobs
 from nemo_rl_core.workers.torch_generation import TorchGenerationWorker
 from tests.core.workers.tiny import CHARACTERS, MODEL, VOCAB

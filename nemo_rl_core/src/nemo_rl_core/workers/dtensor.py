@@ -16,6 +16,7 @@ from nemo_rl_core.data.batched_data_dict import BatchedDataDict
 from nemo_rl_core.errors import StateError
 from nemo_rl_core.objectives.losses import LossSettings
 from nemo_rl_core.refit.settings import RefitSettings
+from nemo_rl_core.workers.checkpoint_names import CheckpointNames
 from nemo_rl_core.workers.devices import describe_worker, device_identity
 from nemo_rl_core.workers.models import LogprobModel, build_model, check_logprobs, empty_model
 from nemo_rl_core.workers.optimizers import build_optimizer
@@ -76,6 +77,7 @@ class DTensorPolicyWorker:
             raise
         self._source = WeightSource(
             self._model.model,
+            CheckpointNames(empty_model(settings.model)),
             settings.model.precision,
             rank=rank,
             device_id=device_identity(self.device, f"train-{rank}"),

@@ -4,20 +4,25 @@
 from collections.abc import Iterator, Sequence
 
 import torch
-from torch import nn
+from transformers import PreTrainedModel
 
 from nemo_rl_core.refit.manifest import Manifest
-from nemo_rl_core.workers.models import wire_tensors
+from nemo_rl_core.workers.checkpoint_names import CheckpointNames, live_tensors
 
 __all__ = ["ModelSink"]
 
 
 class ModelSink:
-    """Copies tensors into a live model's parameters and buffers, by name."""
+    """Copies tensors into a live model's parameters and buffers, by their names in a checkpoint."""
 
-    def __init__(self, model: nn.Module) -> None:
-        """Look the live tensors up once; their storage never moves."""
-        self._live = dict(wire_tensors(model))
+    def __init__(self, model: PreTrainedModel) -> None:
+        """Look the live tensors up once; their storage never moves.
+
+        Raises:
+            ModelError: If a tensor of a checkpoint has no place of its own in the model.
+        """
+        names = CheckpointNames(model)
+        self._live = dict(part for name, live in live_tensors(model) for part in names.views(name, live.detach()))
 
     def manifest(self) -> Manifest:
         """Return what the live model expects."""

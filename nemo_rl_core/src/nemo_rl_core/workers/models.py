@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""HF causal language models: loading, names on the wire, and logprobs without whole logits."""
+"""HF causal language models: loading, and logprobs without whole logits."""
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -12,6 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, Pre
 
 from nemo_rl_core.errors import ModelError
 from nemo_rl_core.protocols.settings import ModelSettings
+from nemo_rl_core.workers.checkpoint_names import CheckpointNames
 
 __all__ = [
     "LogprobModel",
@@ -21,7 +21,6 @@ __all__ = [
     "empty_model",
     "load_config",
     "random_model",
-    "wire_tensors",
 ]
 
 
@@ -73,16 +72,18 @@ def check_model(settings: ModelSettings, tokenizer_size: int) -> None:
         tokenizer_size: Number of token ids that the tokenizer may give.
 
     Raises:
-        ModelError: If the config cannot be read, the folder has no weights, or the vocabulary is too small.
+        ModelError: If the config cannot be read, the folder has no weights, the vocabulary is too small, or the weights
+            could not be sent under a checkpoint's names.
     """
     config = load_config(settings).get_text_config()
     try:
-        empty_model(settings)
+        model = empty_model(settings)
     except Exception as error:  # transformers raises whatever a config's values happen to break
         raise ModelError(
             f"no causal LM can be built from this config: {type(error).__name__}: {error}; see policy.hf_config, "
             "policy.model_name and policy.hf_config_overrides"
         ) from error
+    CheckpointNames(model)
     if config.vocab_size < tokenizer_size:
         raise ModelError(
             f"the tokenizer has {tokenizer_size} token ids, but the model's vocabulary only {config.vocab_size}; raise "
@@ -149,18 +150,6 @@ def empty_model(settings: ModelSettings) -> PreTrainedModel:
 
 def _attention(settings: ModelSettings) -> dict[str, str]:
     return {"attn_implementation": settings.attn_implementation} if settings.attn_implementation else {}
-
-
-def wire_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield what a refit moves: every parameter once under its HF name, then the persistent buffers.
-
-    Tied parameters come once, under their first name; non-persistent buffers (rotary tables) follow from the config.
-    """
-    yield from model.named_parameters(remove_duplicate=True)
-    for module_name, module in model.named_modules():
-        for name, buffer in module.named_buffers(recurse=False):
-            if name not in module._non_persistent_buffers_set:
-                yield (f"{module_name}.{name}" if module_name else name), buffer
 
 
 class LogprobModel(nn.Module):

@@ -15,21 +15,24 @@ from nemo_rl_core.refit.digest import digests_of, set_digest
 from nemo_rl_core.refit.manifest import Manifest, TensorSpec
 from nemo_rl_core.refit.sender import RefitSender
 from nemo_rl_core.refit.settings import RefitSettings
-from nemo_rl_core.workers.models import wire_tensors
+from nemo_rl_core.workers.checkpoint_names import CheckpointNames, live_tensors
 from nemo_rl_core.workers.sharding import full_tensors, wire_dtype
 
 __all__ = ["WeightSource"]
 
 
 class WeightSource:
-    """Sends a sharded model's weights, in its compute type, under their HF names.
+    """Sends a sharded model's weights, in its compute type, under the names of a checkpoint.
 
     Only rank 0 talks to the receivers. The others wait for its word before they start to gather, and rank 0 gathers to
     the end even when the transfer has failed: no rank is ever left alone in a collective.
     """
 
-    def __init__(self, model: nn.Module, precision: Precision, *, rank: int, device_id: str) -> None:
+    def __init__(
+        self, model: nn.Module, names: CheckpointNames, precision: Precision, *, rank: int, device_id: str
+    ) -> None:
         """Describe what will be sent; nothing is opened yet."""
+        self._names = names
         self._device_id = device_id
         self._model = model
         self._dtype = torch.bfloat16 if precision == "bfloat16" else torch.float32
@@ -50,8 +53,9 @@ class WeightSource:
         """Return what a refit moves."""
         return Manifest(
             tuple(
-                TensorSpec(name=name, shape=tuple(tensor.shape), dtype=_dtype_name(wire_dtype(tensor, self._dtype)))
-                for name, tensor in wire_tensors(self._model)
+                TensorSpec(name=part, shape=tuple(shape.shape), dtype=_dtype_name(wire_dtype(tensor, self._dtype)))
+                for name, tensor in live_tensors(self._model)
+                for part, shape in self._names.parts(name, torch.empty(tensor.shape, device="meta"))
             )
         )
 
@@ -82,7 +86,8 @@ class WeightSource:
             self._sender = None
 
     def _tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        return full_tensors(wire_tensors(self._model), self._dtype)
+        for name, tensor in full_tensors(live_tensors(self._model), self._dtype):
+            yield from self._names.parts(name, tensor)
 
     def _open(self, version: int) -> None:
         if self._sender is None:

@@ -8,7 +8,8 @@ import torch
 
 from nemo_rl_core.protocols.generation import SamplingParams
 from nemo_rl_core.protocols.settings import ModelSettings
-from nemo_rl_core.workers.models import random_model, wire_tensors
+from nemo_rl_core.workers.checkpoint_names import live_tensors, wire_tensors
+from nemo_rl_core.workers.models import random_model
 from nemo_rl_core.workers.sampling import sampling_logprobs
 
 __all__ = ["HfTeacher", "distribution", "logprob_gaps"]
@@ -33,7 +34,7 @@ class HfTeacher:
         dtype = torch.bfloat16 if settings.precision == "bfloat16" else torch.float32
         self._model = random_model(settings, dtype).eval().requires_grad_(False)
         stream = torch.Generator().manual_seed(seed)
-        for _, tensor in wire_tensors(self._model):
+        for _, tensor in live_tensors(self._model):
             if tensor.is_floating_point():
                 noise = torch.randn(tensor.shape, generator=stream)
                 # Norms and biases stay near their start; logits get a spread of about 2, so that draws are no foregone
@@ -42,7 +43,7 @@ class HfTeacher:
                 tensor.copy_(fresh)
 
     def tensors(self) -> Sequence[tuple[str, torch.Tensor]]:
-        """Return parameters and persistent buffers under their transformers names."""
+        """Return parameters and persistent buffers under the names that a checkpoint has for them."""
         return list(wire_tensors(self._model))
 
     @torch.inference_mode()
