@@ -136,7 +136,7 @@ def check_metrics_page(folder: Path) -> None:
     logged = {name for row in rows for name in row}
     text = (ROOT / "docs/run-folder.md").read_text()
     metrics = text.partition("## Metrics")[2].partition("## Summary")[0]
-    listed = set(re.findall(r"^\| `([a-z_]+(?:/[a-z_]+)?)` \|", metrics, re.MULTILINE))
+    listed = set(re.findall(r"^\| `([a-z_]+(?:/[a-z_0-9]+)?)` \|", metrics, re.MULTILINE))
     assert listed == logged
     for name in ("config.yaml", "metrics.jsonl", "summary.json", "tensorboard"):
         assert (run_folder / name).exists()

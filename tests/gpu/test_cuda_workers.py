@@ -14,6 +14,8 @@ from nemo_rl_core.refit.sender import RefitSender
 from nemo_rl_core.refit.settings import RefitSettings
 from nemo_rl_core.workers.checkpoint_names import live_tensors
 from nemo_rl_core.workers.dtensor import DTensorPolicyWorker
+from nemo_rl_core.workers.models import random_model
+from nemo_rl_core.workers.output_head import compute_head_in_float32
 from nemo_rl_core.workers.sharding import full_tensors
 from nemo_rl_core.workers.torch_generation import TorchGenerationWorker
 from tests.core.workers.test_dtensor import batch_of, settings_of
@@ -94,3 +96,28 @@ def mismatch_of(policy, generation):
     sampled = torch.cat([logprobs[i, 3 : len(row)] for i, row in enumerate(rows)])
     told = torch.tensor([lp for c in completions for lp in c.logprobs])
     return float((sampled - told).abs().exp().mean())
+
+
+@pytest.mark.parametrize("rows", [1, 5, 300])
+def test_the_output_head_on_cuda_gives_float32_logits_and_the_gradients_of_the_cpu(rows):
+    """The product stays on the tensor cores; only its sums are in float32."""
+    torch.manual_seed(0)
+    hidden = torch.randn(rows, 256, dtype=torch.bfloat16) * 4
+    weight = torch.randn(1003, 256, dtype=torch.bfloat16)
+    found = {}
+    for device in ("cpu", "cuda"):
+        model = random_model(model_of("bfloat16"), torch.bfloat16)
+        head = torch.nn.Linear(256, 1003, bias=False, dtype=torch.bfloat16, device=device)
+        head.load_state_dict({"weight": weight})
+        model.set_output_embeddings(head)
+        compute_head_in_float32(model)
+        inputs = hidden.to(device).detach().clone().requires_grad_()
+        logits = head(inputs)
+        logits.log_softmax(-1)[:, 7].sum().backward()
+        found[device] = [tensor.detach().float().cpu() for tensor in (logits, inputs.grad, head.weight.grad)]
+        assert logits.dtype == torch.float32
+    exact = hidden.double() @ weight.double().t()
+    for logits, *_ in found.values():
+        assert torch.allclose(logits.double(), exact, atol=1e-3)
+    for ours, theirs in zip(found["cuda"][1:], found["cpu"][1:], strict=True):
+        assert (ours - theirs).abs().max() <= 0.02 * theirs.abs().max()

@@ -155,13 +155,28 @@ class GenerationError(NemoRLError, RuntimeError):
     """An engine's exception as plain data, so that no engine is needed to unpickle it.
 
     Attributes:
+        rank: Rank of the engine inside its worker that failed; -1 where it is not one alone, or not known which.
+        phase: What the engine was doing: ``start``, ``generate``, ``receive``, ``reset_prefix_cache``, ...
+        engine_version: Distribution and version of the engine, e.g. ``vllm 0.33.0``.
         type_name: Qualified name of the engine's exception type.
-        remote_traceback: Its traceback as text.
+        remote_traceback: Its traceback, or the last lines of the engine's log, as text.
     """
 
-    def __init__(self, message: str, *, type_name: str = "", remote_traceback: str = "") -> None:
+    def __init__(
+        self,
+        message: str,
+        *,
+        rank: int = -1,
+        phase: str = "",
+        engine_version: str = "",
+        type_name: str = "",
+        remote_traceback: str = "",
+    ) -> None:
         """Keep the message and the fields."""
         super().__init__(message)
+        self.rank = rank
+        self.phase = phase
+        self.engine_version = engine_version
         self.type_name = type_name
         self.remote_traceback = remote_traceback
 

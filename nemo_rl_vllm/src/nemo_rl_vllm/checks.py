@@ -45,6 +45,11 @@ def check_settings(settings: GenerationSettings) -> None:
             "policy.generation.vllm_cfg.precision must be auto or that of the policy, whose weights the engine gets: got "
             f"{options.precision} and policy.precision={model.precision}"
         )
+    if "head_dtype" in options.hf_overrides:
+        raise ConfigError(
+            "policy.generation.vllm_cfg.hf_overrides.head_dtype is for policy.logits_precision to say, which both sides "
+            f"follow; got {options.hf_overrides['head_dtype']!r}; take it out"
+        )
     _check_lengths(options, model)
     _check_parallel(options, model)
 
@@ -67,13 +72,23 @@ def _check_lengths(options: VllmConfig, model: ModelSettings) -> None:
 
 
 def _check_parallel(options: VllmConfig, model: ModelSettings) -> None:
-    """Ask that the attention heads can be shared out."""
+    """Ask that the engine's ranks can share the model out; vLLM pads the vocabulary by itself."""
+    ranks = options.tensor_parallel_size
+    key = f"policy.generation.vllm_cfg.tensor_parallel_size={ranks}"
     heads = _model_value(options, model, "num_attention_heads")
-    if heads is not None and heads % options.tensor_parallel_size:
+    if heads is not None and heads % ranks:
+        raise ConfigError(f"{key} does not divide the model's {heads} attention heads; take a divisor of it")
+    kv_heads = _model_value(options, model, "num_key_value_heads")
+    if kv_heads is not None and kv_heads % ranks and ranks % kv_heads:
         raise ConfigError(
-            f"policy.generation.vllm_cfg.tensor_parallel_size={options.tensor_parallel_size} does not divide the model's "
-            f"{heads} attention heads; take a divisor of it"
+            f"{key} neither divides the model's {kv_heads} KV heads nor is a multiple of them; take a divisor or a multiple"
         )
+    # The dense width of a model of experts may be that of no layer.
+    experts = _model_value(options, model, "moe_intermediate_size")
+    width_key = "intermediate_size" if experts is None else "moe_intermediate_size"
+    width = _model_value(options, model, width_key)
+    if width is not None and width % ranks:
+        raise ConfigError(f"{key} does not divide the model's {width_key} of {width}; take a divisor of it")
 
 
 def _model_value(options: VllmConfig, model: ModelSettings, key: str) -> int | None:

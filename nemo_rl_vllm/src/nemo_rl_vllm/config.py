@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Schema of the config section ``policy.generation.vllm_cfg``; needs neither vLLM nor torch."""
 
+from collections.abc import Mapping
 from typing import Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-__all__ = ["VllmConfig"]
+__all__ = ["VllmConfig", "num_ranks"]
 
 
 class VllmConfig(BaseModel):
@@ -103,3 +104,8 @@ class VllmConfig(BaseModel):
     def num_ranks(self) -> int:
         """Ranks of one engine replica: tensor times pipeline."""
         return self.tensor_parallel_size * self.pipeline_parallel_size
+
+
+def num_ranks(options: Mapping[str, Any]) -> int:
+    """Return how many ranks one replica has, by the section as its schema returned it."""
+    return VllmConfig.model_validate(dict(options)).num_ranks

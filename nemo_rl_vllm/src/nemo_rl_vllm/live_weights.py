@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A live vLLM model as a ``WeightSink``: what it is made of in checkpoint names, loaded and read back."""
+"""A live vLLM model as a ``ShardedSink``: what it is made of in checkpoint names, loaded, and proven by digest."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -8,47 +8,57 @@ from typing import Any
 import torch
 from torch import nn
 
+from nemo_rl_core.errors import WeightsInvalidError
+from nemo_rl_core.refit.digest import digests_of, tensor_digest
 from nemo_rl_core.refit.manifest import Manifest, TensorSpec
 from nemo_rl_vllm.expert_weights import ExpertWeights, is_expert_layer
+from nemo_rl_vllm.layouts import Layout, fused_layouts, plain_layout, vocabulary_layout
 
 __all__ = ["LiveWeights"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Part:
-    """One checkpoint tensor and where it lies in the live model.
+    """One checkpoint tensor and where this rank's share of it lies in the live model.
 
     Attributes:
         spec: Name, full shape and dtype in the checkpoint.
         parameter: Name of the live parameter that holds it.
-        read: Reads it back from the live model.
+        share: Index into the full tensor: what this rank must hold.
+        read: Reads that back from the live model.
         experts: The expert layer that it belongs to, or None.
     """
 
     spec: TensorSpec
     parameter: str
+    share: tuple[slice, ...]
     read: Callable[[], torch.Tensor]
     experts: ExpertWeights | None = None
 
 
 class LiveWeights:
-    """Loads complete checkpoint tensors into a live vLLM model, and reads them back for the digest."""
+    """Loads complete checkpoint tensors into a live vLLM model, and proves by digest that they are live there."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, *, rank: int = 0, num_ranks: int = 1) -> None:
         """Work out, from the live model alone, which checkpoint tensors it is made of.
 
         Args:
             model: The model inside a vLLM worker, after its first load.
+            rank: This rank in its engine, from 0.
+            num_ranks: Ranks of the engine, each of which holds its share of the model.
 
         Raises:
             RuntimeError: If a layer is of a kind that a refit cannot load yet; the message names it.
         """
         self._model: Any = model
+        self._rank, self._num_ranks = rank, num_ranks
         self._parts = {part.spec.name: part for part in _parts_of(model)}
         self._caches_dropped = False
         #: Names in the order of the last refit: a set's digest depends on the sender's order.
         self._order = list(self._parts)
         self._arrived: list[str] = []
+        #: Where ranks share the model: for each tensor that arrived, the digest of the whole and of this rank's share.
+        self._received: dict[str, tuple[str, str]] = {}
         self.version: int | None = None
 
     def begin(self, *, caches_dropped: bool) -> None:
@@ -83,6 +93,9 @@ class LiveWeights:
         """
         self.version = None
         parts = [self._parts[name] for name, _ in tensors]
+        if self._num_ranks > 1:
+            for part, (name, tensor) in zip(parts, tensors, strict=True):
+                self._received[name] = (tensor_digest(name, tensor), tensor_digest(name, tensor[part.share]))
         for part in parts:
             if part.experts is not None:
                 part.experts.open()
@@ -104,10 +117,29 @@ class LiveWeights:
         self._order = self._arrived if sorted(self._arrived) == sorted(self._parts) else list(self._parts)
         self.version = version
 
-    def live_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield every checkpoint tensor as the live model holds it now."""
-        for name, part in self._parts.items():
-            yield name, part.read()
+    def live_digests(self) -> dict[str, str]:
+        """Return the digest of every checkpoint tensor that is live here; see ``ShardedSink``.
+
+        One rank reads all of it back. Of several, each reads its share back and compares it with that share of what
+        arrived; then the digest of the whole that arrived is true of this rank. The ranks need not talk for that, so none
+        waits for another that has died.
+
+        Raises:
+            RuntimeError: If what this rank holds is not its share of what arrived.
+        """
+        live = digests_of((name, part.read()) for name, part in self._parts.items())
+        if self._num_ranks == 1:
+            return live
+        me = f"rank {self._rank} of the engine's {self._num_ranks}"
+        missing = [name for name in self._parts if name not in self._received]
+        if missing:
+            raise WeightsInvalidError(f"{me} has received no {missing[0]!r} ({len(missing)} such tensors); refit first")
+        wrong = [name for name in self._parts if live[name] != self._received[name][1]]
+        if wrong:
+            raise RuntimeError(
+                f"{me} does not hold its share of {wrong[0]!r} as it was sent ({len(wrong)} such tensors); refit again"
+            )
+        return {name: self._received[name][0] for name in self._parts}
 
 
 def _parts_of(model: nn.Module) -> Iterator[_Part]:
@@ -127,10 +159,9 @@ def _parts_of(model: nn.Module) -> Iterator[_Part]:
         elif sources is not None:
             yield from _stacked_parts(model, name, module, *sources)
         elif hasattr(module, "org_vocab_size"):
-            # vLLM pads the vocabulary; the rows behind it belong to no checkpoint.
-            yield _part(model, name, name, slice(0, int(module.org_vocab_size)))
+            yield _part(model, name, name, vocabulary_layout(parameter, module))
         else:
-            yield _part(model, name, name, slice(None))
+            yield _part(model, name, name, plain_layout(name, parameter, module))
 
 
 def _check_loadable(name: str, parameter: torch.Tensor, module: nn.Module) -> None:
@@ -147,12 +178,14 @@ def _check_loadable(name: str, parameter: torch.Tensor, module: nn.Module) -> No
         )
 
 
-def _part(model: nn.Module, checkpoint_name: str, name: str, rows: slice) -> _Part:
+def _part(model: nn.Module, checkpoint_name: str, name: str, layout: Layout) -> _Part:
     def read() -> torch.Tensor:
         # Looked up each time: the engine may have put another tensor in its place.
-        return model.get_parameter(name).data[rows]
+        return model.get_parameter(name).data[layout.place]
 
-    return _Part(spec=TensorSpec.of(checkpoint_name, read()), parameter=name, read=read)
+    dtype = str(model.get_parameter(name).dtype).removeprefix("torch.")
+    spec = TensorSpec(name=checkpoint_name, shape=layout.shape, dtype=dtype)
+    return _Part(spec=spec, parameter=name, share=layout.share, read=read)
 
 
 def _stacked_names(model: nn.Module) -> dict[str, list[tuple[str, Any]]]:
@@ -168,29 +201,22 @@ def _stacked_parts(
     model: nn.Module, name: str, module: Any, target: str, sources: Sequence[tuple[str, Any]]
 ) -> Iterator[_Part]:
     """Yield the parts of a fused linear layer, which lie below one another in its first dimension."""
-    sizes = getattr(module, "output_sizes", None)
     order = {"q": 0, "k": 1, "v": 2}
     ordered = sorted(sources, key=lambda source: order.get(source[1], source[1]))
-    num_rows = model.get_parameter(name).shape[0]
-    if sizes is None or len(sizes) != len(ordered) or sum(sizes) != num_rows:
-        raise RuntimeError(
-            f"fused layer {name!r} has {num_rows} rows, which are not those of its parts "
-            f"{[source for source, _ in ordered]} with {sizes}"
-        )
-    start = 0
-    for (source, _), size in zip(ordered, sizes, strict=True):
+    layouts = fused_layouts(name, model.get_parameter(name), module, [source for source, _ in ordered])
+    for (source, _), layout in zip(ordered, layouts, strict=True):
         checkpoint_name = f".{name}".replace(target, source, 1).removeprefix(".")
-        yield _part(model, checkpoint_name, name, slice(start, start + size))
-        start += size
+        yield _part(model, checkpoint_name, name, layout)
 
 
 def _expert_parts(prefix: str, layer: nn.Module) -> Iterator[_Part]:
     """Yield the parts of an expert layer: gate, up and down of each expert."""
     experts = ExpertWeights(prefix, layer)
 
-    def reader(tensor: str, expert: int, rows: slice) -> Callable[[], torch.Tensor]:
-        return lambda: experts.read(tensor, expert)[rows]
+    def reader(tensor: str, expert: int, place: tuple[slice, ...]) -> Callable[[], torch.Tensor]:
+        return lambda: experts.read(tensor, expert)[place]
 
-    for name, tensor, expert, rows in experts.parts():
-        read = reader(tensor, expert, rows)
-        yield _Part(spec=TensorSpec.of(name, read()), parameter=f"{prefix}.{tensor}", read=read, experts=experts)
+    for name, tensor, expert, layout in experts.parts():
+        spec = TensorSpec(name=name, shape=layout.shape, dtype=experts.dtype)
+        read = reader(tensor, expert, layout.place)
+        yield _Part(spec=spec, parameter=f"{prefix}.{tensor}", share=layout.share, read=read, experts=experts)

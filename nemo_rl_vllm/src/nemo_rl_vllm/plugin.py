@@ -48,6 +48,7 @@ BACKEND = BackendSpec(
     config_section="vllm_cfg",
     config_schema="nemo_rl_vllm.config:VllmConfig",
     settings_check="nemo_rl_vllm.checks:check_settings",
+    num_ranks="nemo_rl_vllm.config:num_ranks",
     engine=ENGINE,
     engine_range=engine_range(),
     install_hint='pip install "nemo-rl-core[vllm]"',

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 from nemo_rl_core import errors
-from nemo_rl_core.errors import ConfigError, DataError, GenerationError, NemoRLError, RefitError
+from nemo_rl_core.errors import DataError, GenerationError, NemoRLError, RefitError
 from nemo_rl_core.protocols.generation import Completion, GenerationRequest
 from nemo_rl_core.protocols.settings import GenerationSettings
 from nemo_rl_core.refit.settings import RefitSettings
@@ -52,10 +52,6 @@ class VllmGenerationWorker:
         # The driver has checked the same before; a worker may be built without one.
         check_settings(settings)
         self._num_ranks = int(settings.options.get("tensor_parallel_size", 1))
-        if self._num_ranks != 1:
-            raise ConfigError(
-                f"policy.generation.vllm_cfg.tensor_parallel_size={self._num_ranks} is not there yet; set it to 1"
-            )
         self._version = engine_version()
         self._refit = RefitSettings(**settings.refit)
         self._llm: Any = None
@@ -102,14 +98,19 @@ class VllmGenerationWorker:
         except RefitError:
             raise
         except NemoRLError as error:
-            raise RefitError(f"the engine failed during a refit: {error}", cause=str(error)) from error
+            who = f"generation worker {self.rank}"
+            if isinstance(error, GenerationError) and error.rank >= 0:
+                who = f"rank {error.rank} of the engine of {who}"
+            raise RefitError(
+                f"the engine failed during a refit: {error}", cause=str(error), phase="transfer", culprit=who
+            ) from error
         return reports[0]
 
     def weights_digest(self) -> str:
         """Return the digest of the live weights, in the checkpoint's names and the order of the last refit."""
         digests = {report["digest"] for report in self._ask("nemo_rl_weights_digest")}
         if len(digests) != 1:
-            raise GenerationError(f"the {self._num_ranks} ranks of the engine hold different weights; refit again")
+            raise self._broken("weights_digest", f"its {self._num_ranks} ranks hold different weights; refit again")
         return digests.pop()
 
     def describe(self) -> Mapping[str, str]:
@@ -125,6 +126,7 @@ class VllmGenerationWorker:
 
     def shutdown(self) -> None:
         """Stop the engine and remove its folder; calling it twice is fine."""
+        self._processes.close()
         llm, self._llm = self._llm, None
         core = getattr(getattr(llm, "llm_engine", None), "engine_core", None)
         if core is not None and hasattr(core, "shutdown"):
@@ -146,11 +148,12 @@ class VllmGenerationWorker:
         return vllm.LLM(**arguments)
 
     def _prepare(self) -> None:
-        """Make a receiver in each rank of the engine."""
-        self._ask(
+        """Make a receiver in each rank of the engine, and watch their processes from now on."""
+        answers = self._ask(
             "nemo_rl_prepare",
             json.dumps(
                 {
+                    "num_ranks": self._num_ranks,
                     "first_rank": 1 + self.rank * self._num_ranks,
                     "num_receivers": self.world_size * self._num_ranks,
                     "refit": dict(self.settings.refit),
@@ -158,10 +161,14 @@ class VllmGenerationWorker:
                 }
             ),
         )
+        pids = {rank: answer["pid"] for rank, answer in enumerate(answers)}
+        self._guarded("prepare", lambda: self._processes.watch(pids))
 
     def _engine(self) -> Any:
         if self._llm is None:
-            raise GenerationError(f"the engine of generation worker {self.rank} is shut down; start a new worker")
+            raise self._broken(
+                "shutdown", f"the engine of generation worker {self.rank} is shut down; start a new worker"
+            )
         return self._llm
 
     def _guarded(self, phase: str, act: Callable[[], Any]) -> Any:
@@ -171,7 +178,12 @@ class VllmGenerationWorker:
         except NemoRLError:
             raise
         except Exception as error:  # noqa: BLE001 - the engine's boundary: whatever it is leaves as plain data
-            raise failure(error, phase, self._version, self._folder) from None
+            raise failure(error, phase, self._version, self._folder, lost=self._processes.lost) from None
+
+    def _broken(self, phase: str, words: str, *, rank: int = -1) -> GenerationError:
+        """Return what this worker itself finds wrong with its engine."""
+        where = f"{self._version}, rank {rank}" if rank >= 0 else self._version
+        return GenerationError(f"{where} ({phase}): {words}", rank=rank, phase=phase, engine_version=self._version)
 
     def _call(self, phase: str, act: Callable[[], Any], limit_s: float | None = None) -> Any:
         """Call the running engine; ends also where the engine has died or does not answer in time."""
@@ -180,20 +192,19 @@ class VllmGenerationWorker:
 
     def _ask(self, method: str, *arguments: Any, limit_s: float | None = None) -> list[dict[str, Any]]:
         """Call a method of the extension in every rank; raise the first error in rank order."""
+        phase = method.removeprefix("nemo_rl_")
         texts = self._call(
-            method.removeprefix("nemo_rl_"),
-            lambda: self._engine().collective_rpc(method, args=arguments),
-            limit_s or self._answer_s,
+            phase, lambda: self._engine().collective_rpc(method, args=arguments), limit_s or self._answer_s
         )
         answers = [json.loads(text) for text in texts]
         if len(answers) != self._num_ranks:
-            raise GenerationError(f"{self._num_ranks} ranks of the engine were asked and {len(answers)} answered")
+            raise self._broken(phase, f"{self._num_ranks} ranks were asked and {len(answers)} answered")
         for rank, answer in enumerate(answers):
             if "error" in answer:
-                raise self._error_of(answer["error"], rank)
+                raise self._error_of(answer["error"], rank, phase)
         return answers
 
-    def _error_of(self, fields: Mapping[str, str], rank: int) -> NemoRLError:
+    def _error_of(self, fields: Mapping[str, str], rank: int, phase: str) -> NemoRLError:
         """Make the error again that a rank of the engine has put into plain data."""
         kind = getattr(errors, fields["type"], None)
         if isinstance(kind, type) and issubclass(kind, RefitError):
@@ -205,11 +216,9 @@ class VllmGenerationWorker:
             )
         if isinstance(kind, type) and issubclass(kind, NemoRLError):
             return kind(fields["message"])
-        return GenerationError(
-            f"{self._version}, rank {rank}: {fields['type']}: {fields['message']}",
-            type_name=fields["type"],
-            remote_traceback=fields["traceback"],
-        )
+        error = self._broken(phase, f"{fields['type']}: {fields['message']}", rank=rank)
+        error.type_name, error.remote_traceback = fields["type"], fields["traceback"]
+        return error
 
     def _weight_version(self) -> int:
         """Return the version that every rank of the engine holds."""
@@ -284,9 +293,7 @@ class VllmGenerationWorker:
         (sample,) = output.outputs
         tokens = tuple(int(token) for token in sample.token_ids)
         if sample.finish_reason not in ("stop", "length"):
-            raise GenerationError(
-                f"{self._version} ended a request with {sample.finish_reason!r} instead of stop or length"
-            )
+            raise self._broken("generate", f"a request ended with {sample.finish_reason!r}, not with stop or length")
         logprobs = tuple(float(step[token].logprob) for token, step in zip(tokens, sample.logprobs, strict=True))
         return Completion(
             token_ids=tokens, logprobs=logprobs, finish_reason=sample.finish_reason, weight_version=version

@@ -6,12 +6,13 @@ without its type and fields.
 """
 
 import json
+import os
 import traceback
 from collections.abc import Callable
 from typing import Any
 
 from nemo_rl_core.errors import NemoRLError, RefitError, WeightsInvalidError
-from nemo_rl_core.refit.digest import digests_of, set_digest
+from nemo_rl_core.refit.digest import set_digest
 from nemo_rl_core.refit.receiver import RefitReceiver
 from nemo_rl_core.refit.settings import RefitSettings
 from nemo_rl_vllm.live_weights import LiveWeights
@@ -26,24 +27,24 @@ class VllmInternalWorkerExtension:
         """Look at the live model and make the receiver.
 
         Args:
-            settings: JSON with ``first_rank`` of this replica, ``num_receivers`` over all replicas, ``refit`` as
-                arguments of ``RefitSettings``, and ``owner``, the replica's name.
+            settings: JSON with ``first_rank`` and ``num_ranks`` of this replica, ``num_receivers`` over all replicas,
+                ``refit`` as arguments of ``RefitSettings``, and ``owner``, the replica's name.
 
         Returns:
-            JSON with ``tensors``, the number of checkpoint tensors that the model is made of, or an error.
+            JSON with ``tensors``, the number of checkpoint tensors that the model is made of, and ``pid``, or an error.
         """
         worker: Any = self
 
         def prepare() -> dict[str, Any]:
             given = json.loads(settings)
-            worker._nemo_rl_weights = LiveWeights(worker.get_model())
+            worker._nemo_rl_weights = LiveWeights(worker.get_model(), rank=worker.rank, num_ranks=given["num_ranks"])
             worker._nemo_rl_receiver = RefitReceiver(
                 rank=given["first_rank"] + worker.rank,
                 num_receivers=given["num_receivers"],
                 settings=RefitSettings(**given["refit"]),
                 device_id=f"{given['owner']}:{worker.rank}",
             )
-            return {"tensors": len(worker._nemo_rl_weights.contents)}
+            return {"tensors": len(worker._nemo_rl_weights.contents), "pid": os.getpid()}
 
         return _answer(prepare)
 
@@ -103,7 +104,7 @@ class VllmInternalWorkerExtension:
 
         def digest() -> dict[str, Any]:
             weights = worker._nemo_rl_weights
-            return {"digest": set_digest(weights.contents, digests_of(weights.live_tensors()))}
+            return {"digest": set_digest(weights.contents, weights.live_digests())}
 
         return _answer(digest)
 

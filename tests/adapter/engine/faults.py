@@ -1,7 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Faults that are planted in a live engine's worker; each function runs there, by collective RPC."""
 
+import os
+import resource
+import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,6 +18,73 @@ def heal(worker: Any) -> None:
     vars(worker.get_model()).pop("load_weights", None)
     for experts in _experts(worker):
         vars(experts).pop("close", None)
+
+
+def on_rank(worker: Any, rank: int, fault: str) -> None:
+    """Plant a fault in one rank of the engine only."""
+    if worker.rank == rank:
+        globals()[fault](worker)
+
+
+def pid(worker: Any) -> int:
+    """Return the rank's process id; no fault."""
+    return os.getpid()
+
+
+def keeps_prefixes(worker: Any) -> bool:
+    """Say whether the engine has a prefix cache; no fault."""
+    return worker.vllm_config.cache_config.enable_prefix_caching
+
+
+def slow(worker: Any) -> None:
+    """Let each step of a generation take a while."""
+    model = worker.get_model()
+    forward = model.forward
+
+    def wait_first(*arguments: Any, **keywords: Any) -> Any:
+        time.sleep(0.2)
+        return forward(*arguments, **keywords)
+
+    model.forward = wait_first
+
+
+def out_of_memory(worker: Any) -> None:
+    """Leave the process hardly more memory than it has, and let the model ask for a workspace of 2 GiB."""
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    limit = pages * resource.getpagesize() + 2**28
+    resource.setrlimit(resource.RLIMIT_AS, (limit, resource.RLIM_INFINITY))
+    model = worker.get_model()
+    forward = model.forward
+
+    def with_a_workspace(*arguments: Any, **keywords: Any) -> Any:
+        torch.empty(2**31, dtype=torch.uint8)
+        return forward(*arguments, **keywords)
+
+    model.forward = with_a_workspace
+
+
+def lying(worker: Any) -> None:
+    """Let the model's loader pass over one tensor and say that it took it."""
+    model = worker.get_model()
+    load, name = model.load_weights, "model.layers.1.mlp.down_proj.weight"
+    model.load_weights = lambda pairs: load((n, t) for n, t in pairs if n != name) | {name}
+
+
+def other_share(worker: Any) -> None:
+    """Let the model's loader take the other one's share of one tensor."""
+    model = worker.get_model()
+    load, layer = model.load_weights, model.get_submodule("model.layers.0.mlp.down_proj")
+
+    def load_the_others(pairs: Any) -> Any:
+        for holder in (layer, layer.weight):
+            holder.tp_rank = 1 - worker.rank
+        try:
+            return load(pairs)
+        finally:
+            for holder in (layer, layer.weight):
+                holder.tp_rank = worker.rank
+
+    model.load_weights = load_the_others
 
 
 def swapped(worker: Any) -> None:

@@ -6,7 +6,7 @@ import os
 import subprocess
 import tempfile
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from multiprocessing.connection import Connection, Listener
 from pathlib import Path
 from typing import Any
@@ -61,13 +61,23 @@ def environment(**more: str) -> dict[str, str]:
 class LiveEngine:
     """A ``VllmGenerationWorker`` in a process of the engine's interpreter, and its refit sender in this one."""
 
-    def __init__(self, python: Path, given: GenerationSettings, *, one_process: bool = False, **keywords: Any) -> None:
+    def __init__(
+        self,
+        python: Path,
+        given: GenerationSettings,
+        *,
+        one_process: bool = False,
+        variables: Mapping[str, str] | None = None,
+        **keywords: Any,
+    ) -> None:
         """Begin to start it; ``ready`` waits.
 
         Args:
             python: The engine's interpreter.
             given: What the worker is told.
-            one_process: Keep the engine in the worker's process, which saves two imports of it (20 s each).
+            one_process: Keep the engine in the worker's process, which saves two imports of it (20 s each); with several
+                ranks, those are its children then and not its grandchildren.
+            variables: More of the process's environment.
             keywords: More arguments of the worker.
         """
         self._folder = tempfile.TemporaryDirectory()
@@ -81,6 +91,7 @@ class LiveEngine:
                 env=environment(
                     VLLM_ALLOW_INSECURE_SERIALIZATION="1",
                     VLLM_ENABLE_V1_MULTIPROCESSING="0" if one_process else "1",
+                    **(variables or {}),
                 ),
                 stdout=log,
                 stderr=log,
@@ -122,16 +133,27 @@ class LiveEngine:
         """Generate in the live engine."""
         return self.call("generate", requests)
 
-    def refit(self, tensors: Mapping[str, torch.Tensor] | Checkpoint) -> tuple[RefitReport | RefitError, Any]:
-        """Send tensors to the live engine; returns what each side says of it, a report or an error."""
+    def refit(
+        self,
+        tensors: Mapping[str, torch.Tensor] | Checkpoint,
+        *,
+        source: Iterable[tuple[str, torch.Tensor]] | None = None,
+    ) -> tuple[RefitReport | RefitError, Any]:
+        """Send tensors to the live engine; returns what each side says of it, a report or an error.
+
+        Args:
+            tensors: What is offered.
+            source: What is sent, where that is something else.
+        """
         if isinstance(tensors, Checkpoint):
             tensors = tensors.tensors
+        manifest, items = Manifest.from_tensors(tensors.items()), tensors.items() if source is None else source
         self.version += 1
         sent: list[RefitReport | RefitError] = []
 
         def send() -> None:
             try:
-                sent.append(self.sender.send(Manifest.from_tensors(tensors.items()), tensors.items(), self.version))
+                sent.append(self.sender.send(manifest, items, self.version))
             except RefitError as error:
                 sent.append(error)
 
@@ -144,9 +166,9 @@ class LiveEngine:
         thread.join(120)
         return sent[0], received
 
-    def plant(self, fault: str) -> None:
-        """Plant a fault in every rank of the engine; one of ``faults``."""
-        self.call("plant", fault)
+    def plant(self, fault: str, *, rank: int | None = None) -> Any:
+        """Plant a fault, one of ``faults``, in every rank of the engine or in one; returns what each says."""
+        return self.call("plant", fault) if rank is None else self.call("plant", "on_rank", rank, fault)
 
     def heal(self) -> None:
         """Take all planted faults away."""

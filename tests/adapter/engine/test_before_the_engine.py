@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the worker refuses before vLLM is imported; these tests run where it is not installed."""
 
+import os
+import pickle
 import subprocess
 import sys
 from dataclasses import replace
@@ -9,9 +11,10 @@ import pytest
 
 from nemo_rl_core.errors import BackendIncompatibleError, ConfigError, ModelError
 from nemo_rl_core.protocols.settings import GenerationSettings, ModelSettings
+from nemo_rl_vllm.checks import check_settings
 from nemo_rl_vllm.engine import EngineFolder, engine_arguments, failure
 from nemo_rl_vllm.worker import VllmGenerationWorker
-from tests.adapter.engine.checkpoints import CONTEXT
+from tests.adapter.engine.checkpoints import CONTEXT, FAMILIES
 from tests.adapter.engine.live import settings
 
 
@@ -24,7 +27,7 @@ def test_a_worker_without_an_engine_names_the_range_and_the_command() -> None:
 
 
 @pytest.mark.parametrize(
-    "module", ["engine", "engine_plugin", "expert_weights", "live_weights", "worker", "worker_extension"]
+    "module", ["engine", "engine_plugin", "expert_weights", "layouts", "live_weights", "worker", "worker_extension"]
 )
 def test_a_worker_module_imports_without_the_engine(module: str) -> None:
     """Otherwise a missing engine would be an ImportError from somewhere, and vLLM's environment could not be set."""
@@ -36,7 +39,7 @@ def test_a_worker_module_imports_without_the_engine(module: str) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"tensor_parallel_size": 2}, "tensor_parallel_size=2 is not there yet"),
+        ({"tensor_parallel_size": 3}, "tensor_parallel_size=3 does not divide the model's 4 attention heads"),
         ({"async_engine": True}, "async_engine=True is not there yet"),
         ({"load_format": "safetensors"}, "load_format must be dummy"),
         ({"max_model_len": CONTEXT - 1}, f"max_model_len must be at least .*, got {CONTEXT - 1}"),
@@ -47,6 +50,35 @@ def test_a_worker_refuses_by_name_what_would_not_act(options: dict, message: str
     """Also where no driver has checked it before; no engine is looked for then."""
     with pytest.raises(ConfigError, match=message):
         VllmGenerationWorker(settings("qwen3", **options))
+
+
+@pytest.mark.parametrize(
+    ("family", "shape", "ranks", "message"),
+    [
+        (
+            "qwen3",
+            {"num_attention_heads": 12, "num_key_value_heads": 4},
+            6,
+            "neither divides the model's 4 KV heads nor is",
+        ),
+        ("qwen3", {"intermediate_size": 95}, 2, "does not divide the model's intermediate_size of 95"),
+        ("qwen3_moe", {"moe_intermediate_size": 33}, 2, "does not divide the model's moe_intermediate_size of 33"),
+        ("qwen3", {}, 2, None),
+        ("qwen3", {"num_key_value_heads": 1}, 4, None),
+        ("qwen3", {"vocab_size": 41}, 2, None),
+        ("qwen3_moe", {"intermediate_size": 95}, 2, None),
+    ],
+    ids=["KV heads", "width", "width of experts", "shared", "KV head on all", "padded vocabulary", "unused width"],
+)
+def test_a_model_that_cannot_be_shared_out_is_refused_before_any_worker_starts(family, shape, ranks, message) -> None:
+    """U6: by the driver too, from the config alone."""
+    given = settings(family, tensor_parallel_size=ranks)
+    given = replace(given, model=replace(given.model, hf_config={**FAMILIES[family], **shape}))
+    if message is None:
+        check_settings(given)
+        return
+    with pytest.raises(ConfigError, match=f"tensor_parallel_size={ranks} {message}"):
+        check_settings(given)
 
 
 def test_an_engine_with_a_context_that_the_model_lacks_is_refused() -> None:
@@ -105,5 +137,35 @@ def test_an_engines_failure_carries_phase_version_and_last_lines(folder: EngineF
     assert str(error).startswith(start)
     assert "line 99" in str(error)
     assert "line 20\n" not in str(error)
-    assert error.type_name == "OSError"
-    assert type(error.__cause__) is type(None)
+    assert (error.type_name, error.phase, error.engine_version) == ("OSError", "start", "vllm 0.33.0")
+    assert error.rank == -1
+    assert error.remote_traceback.endswith("line 99")
+    assert error.__cause__ is None
+
+
+def test_an_engines_failure_names_the_rank_that_ended(folder: EngineFolder) -> None:
+    error = failure(
+        OSError("cancelled"), "generate", "vllm 0.33.0", folder, lost=("engine rank 1 (pid 7) has ended", 1)
+    )
+    assert str(error) == "vllm 0.33.0 failed (generate): OSError: cancelled; engine rank 1 (pid 7) has ended"
+    assert error.rank == 1
+    copy = pickle.loads(pickle.dumps(error))
+    assert vars(copy) == vars(error)
+
+
+def test_a_second_engine_of_one_process_does_not_look_for_the_logging_of_the_first(monkeypatch) -> None:
+    """It would not start: the file is gone with the first one's folder; a site's own file stays."""
+    for name in ("VLLM_LOGGING_CONFIG_PATH", "HF_HUB_OFFLINE", "VLLM_NO_USAGE_STATS", "NEMO_RL_VLLM_KEEP_WEIGHTS"):
+        monkeypatch.setenv(name, "")  # put back at the end, whatever is set here
+        monkeypatch.delenv(name)
+    first = EngineFolder(settings("qwen3"))
+    first.set_environment("cuda")
+    used = os.environ["VLLM_LOGGING_CONFIG_PATH"]
+    assert used.startswith(str(first.path))
+    first.remove()
+    assert "VLLM_LOGGING_CONFIG_PATH" not in os.environ
+    monkeypatch.setenv("VLLM_LOGGING_CONFIG_PATH", "site.json")
+    second = EngineFolder(settings("qwen3"))
+    second.set_environment("cuda")
+    second.remove()
+    assert os.environ["VLLM_LOGGING_CONFIG_PATH"] == "site.json"

@@ -69,6 +69,58 @@ def test_a_call_ends_at_its_limit_and_none_is_made_after_it(engine):
     waiting.set()
 
 
+@pytest.fixture(params=[False, True], ids=["grandchildren", "children"])
+def ranks(request):
+    """Two processes that are watched by their ids, as grandchildren are, or as children too."""
+    before = EngineProcesses()
+    children = [multiprocessing.get_context("spawn").Process(target=time.sleep, args=(600,)) for _ in range(2)]
+    for child in children:
+        child.start()
+    if request.param:
+        before.started()
+    before.watch({rank: child.pid for rank, child in enumerate(children)})
+    yield before, children
+    before.close()
+    before.close()
+    for child in children:
+        child.kill()
+        child.join(30)
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_a_call_names_the_rank_that_ended_first_also_where_the_engine_ends_the_others_after_it(ranks, first):
+    """U3, U30: a rank may be a child of the engine's own process."""
+    processes, children = ranks
+    waiting = threading.Event()
+    assert processes.lost == ("", -1)
+    threading.Timer(0.3, os.kill, (children[first].pid, signal.SIGKILL)).start()
+    with pytest.raises(EngineGoneError, match=rf"engine rank {first}\b.* \(pid {children[first].pid}\) (has )?ended"):
+        processes.call(waiting.wait, limit_s=60)
+    children[1 - first].kill()
+    children[1 - first].join(30)
+    with pytest.raises(EngineGoneError, match=f"engine rank {first}"):
+        processes.call(lambda: 7)
+    assert processes.lost[1] == first
+    waiting.set()
+
+
+def test_a_rank_that_has_ended_before_it_is_watched_is_an_error_at_once():
+    child = multiprocessing.get_context("spawn").Process(target=time.sleep, args=(0,))
+    child.start()
+    child.join(30)
+    processes = EngineProcesses()
+    with pytest.raises(EngineGoneError, match=f"engine rank 3 .pid {child.pid}. has ended"):
+        processes.watch({3: child.pid})
+    processes.close()
+
+
+def test_this_process_is_not_watched_where_it_is_a_rank_itself():
+    processes = EngineProcesses()
+    processes.watch({0: os.getpid()})
+    assert processes.call(lambda: 7) == 7
+    processes.close()
+
+
 def test_processes_that_were_there_before_the_engine_do_not_count():
     stranger = multiprocessing.get_context("spawn").Process(target=time.sleep, args=(600,))
     stranger.start()

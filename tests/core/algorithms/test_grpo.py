@@ -6,7 +6,8 @@ import warnings
 import pytest
 import torch
 
-from nemo_rl_core.algorithms.mismatch import MismatchAlarm
+from nemo_rl_core.algorithms.mismatch import MismatchAlarm, logprob_gap
+from nemo_rl_core.data.batched_data_dict import BatchedDataDict
 from nemo_rl_core.errors import DataError, RewardError, StateError
 from nemo_rl_core.observability.timers import Timer
 from nemo_rl_core.protocols.generation import GenerationRequest
@@ -36,6 +37,7 @@ def test_each_step_logs_the_names_that_users_read_and_step_zero_says_where_it_st
         "train/loss",
         "train/grad_norm",
         "train/token_mult_prob_error",
+        "train/logprob_gap_p999",
         "train/kl_penalty",
         "refit/seconds",
         "refit/bytes",
@@ -175,6 +177,25 @@ def test_the_alarm_warns_or_stops_and_knows_nan_for_what_it_is():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert not MismatchAlarm(bound=None).check(3, 9.0, (2,))
+
+
+def test_the_reported_gap_is_that_of_the_worst_token_in_a_thousand_among_those_that_count():
+    ours_BS = torch.zeros(4, 600)
+    theirs_BS = torch.zeros(4, 600)
+    theirs_BS[0, :4] = torch.tensor([0.5, 9.0, -0.25, 0.125])
+    theirs_BS[3, :] = 7.0
+    mask_BS = torch.ones(4, 600)
+    mask_BS[0, 1] = 0
+    batch = BatchedDataDict(
+        token_mask=mask_BS,
+        sample_mask=torch.tensor([1.0, 1.0, 1.0, 0.0]),
+        prev_logprobs=ours_BS,
+        generation_logprobs=theirs_BS,
+    )
+    # 1799 tokens count, and 1798 of them are 99.9 %, rounded up: one may be farther off.
+    assert logprob_gap(batch) == 0.25
+    batch["sample_mask"] = torch.zeros(4)
+    assert logprob_gap(batch) == 0.0
 
 
 def test_a_stale_engine_stops_a_run_that_asks_for_it():

@@ -36,6 +36,8 @@ RESOURCES = "policy.generation.colocated.resources"
         (["policy.generation=null"], "policy.generation: is required: GRPO samples completions"),
         (["policy.generation.top_p=0.99"], "cannot reproduce a cut distribution"),
         (["policy.generation.top_k=1"], "cannot reproduce a cut distribution"),
+        (["policy.precision=bfloat16", "policy.generation.parity=strict"], "policy.precision: must be float32 with"),
+        (["policy.generation.parity=tight"], "policy.generation.parity"),
         (["policy.generation.max_new_tokens=512"], "must leave room for a prompt"),
         (["policy.generation.temperature=0"], "policy.generation.temperature: must be greater than 0"),
         (["policy.generation.colocated.enabled=true"], "policy.generation.colocated.enabled: must be false"),
@@ -93,3 +95,10 @@ def test_a_broken_key_does_not_bring_follow_up_problems_about_its_default() -> N
     # 600 would not fit into the default of 512; it does into what was meant.
     text = problems_of("policy.max_total_sequence_length='1024'", "policy.generation.max_new_tokens=600")
     assert "problems" not in text
+
+
+def test_strict_parity_computes_in_float32_without_being_told() -> None:
+    assert small("policy.generation.parity=strict").policy.precision == "float32"
+    assert small("policy.generation.parity=strict", "policy.precision=float32").policy.precision == "float32"
+    assert small("policy.generation.parity=default").policy.precision == "bfloat16"
+    assert small().generation.parity == "default"

@@ -131,7 +131,7 @@ def test_an_exception_leaves_as_builtins_that_an_empty_interpreter_can_read(tmp_
     assert is_plain(outcome)
     assert outcome["failure"]["core_error"] == {
         "name": "GenerationError",
-        "fields": {"type_name": "x.Dead", "remote_traceback": ""},
+        "fields": {"rank": -1, "phase": "", "engine_version": "", "type_name": "x.Dead", "remote_traceback": ""},
     }
     (tmp_path / "outcome.pickle").write_bytes(pickle.dumps(outcome))
     code = "import pickle, sys; print(pickle.load(open(sys.argv[1], 'rb'))['failure']['type'])"

@@ -65,6 +65,17 @@ def test_device_ids_are_ordered_as_numbers_or_kept_as_opaque_text():
         assert sorted(shuffled, key=_rank_order) == wanted
 
 
+def test_a_worker_of_several_ranks_gets_as_many_devices_on_one_node(local_ray):
+    """A replica of a tensor-parallel engine: two slots each, in the order of the devices."""
+    with RayVirtualCluster([2], use_gpus=True, slots_per_bundle=2) as cluster:
+        assert [bundle.gpu_id for bundle in cluster.get_bundles()] == ["0,1", "2,3"]
+        assert free_becomes("GPU", 0)
+        assert free_becomes("CPU", 8)
+    assert free_becomes("GPU", 4)
+    with pytest.raises(ClusterError, match=r"3 bundles of .*'GPU': 2\.0.*room for 2"):
+        RayVirtualCluster([3], use_gpus=True, slots_per_bundle=2).get_placement_groups()
+
+
 def test_more_than_the_cluster_has_is_refused_at_once_with_both_numbers(local_ray):
     """U22."""
     with pytest.raises(ClusterError, match=r"5 bundles.*room for 4"):
@@ -110,8 +121,15 @@ def test_one_group_over_all_bundles_is_made_for_the_spreading_strategies(local_r
 
 @pytest.mark.parametrize(
     ("bundles", "options"),
-    [([], {}), ([2, 0], {}), ([1], {"max_colocated_worker_groups": 0}), ([1], {"placement_group_strategy": "ANY"})],
+    [
+        ([], {}),
+        ([2, 0], {}),
+        ([1], {"max_colocated_worker_groups": 0}),
+        ([1], {"placement_group_strategy": "ANY"}),
+        ([1], {"slots_per_bundle": 0}),
+        ([1], {"slots_per_bundle": 2, "max_colocated_worker_groups": 2}),
+    ],
 )
 def test_a_shape_that_makes_no_sense_is_refused(bundles, options):
-    with pytest.raises(ValueError):  # noqa: PT011 -- four rules, each with its own text
+    with pytest.raises(ValueError):  # noqa: PT011 -- several rules, each with its own text
         RayVirtualCluster(bundles, **options)

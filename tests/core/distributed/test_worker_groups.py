@@ -261,6 +261,15 @@ def test_an_explicit_interpreter_is_really_used(single, other_interpreter):
     assert seen["PATH"].startswith(str(other_interpreter.parent))
 
 
+def test_workers_of_two_slots_see_two_devices_each_and_are_counted_as_one(local_ray):
+    with RayVirtualCluster([2], use_gpus=True, slots_per_bundle=2) as pair, start(pair) as group:
+        names = ["CUDA_VISIBLE_DEVICES", "LOCAL_RANK", "WORLD_SIZE"]
+        seen = group.run_all_workers_single_data("variables", names=names).get_results()
+    assert [row["LOCAL_RANK"] for row in seen] == ["0", "1"]
+    assert [row["CUDA_VISIBLE_DEVICES"] for row in seen] == ["0,1", "2,3"]
+    assert {row["WORLD_SIZE"] for row in seen} == {"2"}
+
+
 def test_an_interpreter_without_core_is_refused_by_name_before_any_worker_starts(cluster, interpreter_without_core):
     """R15, R4: no start loop, one error."""
     with pytest.raises(ClusterError, match="no nemo-rl-core"):

@@ -93,7 +93,7 @@ class RawLogprobs(BigramWorker):
 
 class NoTemperature(BigramWorker):
     def logprobs(self, logits, sampling):
-        return super().logprobs(logits, replace(sampling, temperature=1.0))
+        return super().logprobs(logits, replace(sampling, temperature=float(sampling.temperature > 0)))
 
 
 class NoTopK(BigramWorker):

@@ -13,6 +13,7 @@ from nemo_rl_core.refit.manifest import Manifest
 from nemo_rl_core.workers.checkpoint_names import live_tensors, wire_tensors
 from nemo_rl_core.workers.dtensor import DTensorPolicyWorker
 from nemo_rl_core.workers.models import LogprobModel, build_model, random_model
+from nemo_rl_core.workers.output_head import compute_head_in_float32
 from nemo_rl_core.workers.settings import BatchingSettings, OptimizerSettings, PolicySettings
 from tests.core.workers.ranks import run_on_ranks
 from tests.core.workers.tiny import MODEL, VOCAB
@@ -277,6 +278,7 @@ def test_bfloat16_computes_in_bfloat16_over_float32_master_weights(make_worker):
     batch = batch_of()
     assert {p.dtype for p in worker._model.parameters()} == {torch.float32}
     half = random_model(settings_of().model, torch.bfloat16)
+    compute_head_in_float32(half)
     for (_, live), (_, master) in zip(live_tensors(half), weights_of(worker).items(), strict=True):
         live.data.copy_(master)
     inside = torch.arange(10)[None] < batch["input_lengths"][:, None]

@@ -87,7 +87,11 @@ def test_greedy_takes_the_most_likely_and_reports_its_logprob_at_temperature_one
     logits = torch.tensor([0.0, 3.0, 1.0])
     tokens, logprobs = draws(SamplingParams(max_new_tokens=1, temperature=0.0), logits, 3)
     assert tokens == [1, 1, 1]
-    assert logprobs == pytest.approx([math.log(by_hand([0.0, 3.0, 1.0], 1.0, 0, 1.0)[1])] * 3, abs=1e-6)
+    whole = [math.log(by_hand([0.0, 3.0, 1.0], 1.0, 0, 1.0)[1])] * 3
+    assert logprobs == pytest.approx(whole, abs=1e-6)
+    for cut in ({"top_k": 2}, {"top_p": 0.5}):
+        tokens, logprobs = draws(SamplingParams(max_new_tokens=1, temperature=0.0, **cut), logits, 3)
+        assert (tokens, logprobs) == ([1, 1, 1], pytest.approx(whole, abs=1e-6))
 
 
 def test_a_seeded_row_draws_the_same_whatever_else_is_in_the_batch():

@@ -3,14 +3,16 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 from nemo_rl_core.algorithms.grpo import GRPO, StepLog
 from nemo_rl_core.config.run import RunConfig
+from nemo_rl_core.data.folders import local_folders, read_folder
 from nemo_rl_core.data.tokenizers import build_tokenizer
-from nemo_rl_core.errors import ConfigError
+from nemo_rl_core.errors import ConfigError, ModelError
 from nemo_rl_core.objectives.losses import LossSettings
 from nemo_rl_core.policy.generation import Generation
 from nemo_rl_core.policy.policy import Policy
@@ -25,17 +27,23 @@ from nemo_rl_core.workers.models import check_model, load_config
 from nemo_rl_core.workers.optimizers import check_optimizer
 from nemo_rl_core.workers.settings import BatchingSettings, OptimizerSettings, PolicySettings
 
-__all__ = ["Ingredients", "assemble", "generation_settings", "policy_settings", "prepare"]
+__all__ = ["Ingredients", "assemble", "generation_settings", "policy_settings", "prepare", "sent_files"]
+
+
+def _absolute(folder: str | None) -> str | None:
+    """Return a folder as a worker, which starts somewhere else, may name it."""
+    return None if folder is None else str(Path(folder).absolute())
 
 
 def model_settings(config: RunConfig) -> ModelSettings:
     """Return which model both sides build."""
     policy = config.policy
     return ModelSettings(
-        folder=policy.model_name,
+        folder=_absolute(policy.model_name),
         hf_config=policy.hf_config,
         overrides=policy.hf_config_overrides,
         precision=policy.precision,
+        logits_precision=policy.logits_precision,
         max_total_sequence_length=policy.max_total_sequence_length,
         seed=config.grpo.seed,
     )
@@ -45,7 +53,7 @@ def tokenizer_settings(config: RunConfig) -> TokenizerSettings:
     """Return which tokenizer both sides build."""
     tokenizer = config.policy.tokenizer
     return TokenizerSettings(
-        folder=config.policy.tokenizer_name,
+        folder=_absolute(config.policy.tokenizer_name),
         characters=tokenizer.characters,
         chat_template=tokenizer.chat_template,
     )
@@ -78,12 +86,25 @@ def policy_settings(config: RunConfig) -> PolicySettings:
     )
 
 
-def generation_settings(config: RunConfig, options: Mapping[str, Any]) -> GenerationSettings:
+def sent_files(config: RunConfig) -> dict[str, dict[str, bytes]]:
+    """Return what generation workers need of the driver's folders: folder to file name to contents.
+
+    Raises:
+        ModelError: If a folder cannot be read, or its config and tokenizer are too large to be sent.
+    """
+    folders = (model_settings(config).folder, tokenizer_settings(config).folder)
+    return {folder: read_folder(folder) for folder in dict.fromkeys(folders) if folder is not None}
+
+
+def generation_settings(
+    config: RunConfig, options: Mapping[str, Any], files: Mapping[str, Mapping[str, bytes]] | None = None
+) -> GenerationSettings:
     """Return what every generation worker is told.
 
     Args:
         config: The whole config.
         options: The backend's own section, checked by its schema.
+        files: What `sent_files` read; None where the worker has the driver's folders.
     """
     return GenerationSettings(
         model=model_settings(config),
@@ -91,6 +112,8 @@ def generation_settings(config: RunConfig, options: Mapping[str, Any]) -> Genera
         seed=config.grpo.seed,
         refit=config.refit.model_dump(),
         options=dict(options),
+        parity=config.generation.parity,
+        files=files or {},
     )
 
 
@@ -123,6 +146,7 @@ class Ingredients:
         sampling: How a rollout completion is sampled.
         train: Prompts to train on, as tokens.
         heldout: Prompts of validation, as tokens.
+        files: What generation workers need of the driver's folders, as `sent_files` returns it.
     """
 
     task: Task
@@ -130,6 +154,7 @@ class Ingredients:
     sampling: SamplingParams
     train: list[EncodedPrompt]
     heldout: list[EncodedPrompt]
+    files: Mapping[str, Mapping[str, bytes]]
 
 
 def prepare(config: RunConfig) -> Ingredients:
@@ -145,13 +170,34 @@ def prepare(config: RunConfig) -> Ingredients:
     task = load_task(config.data.task, config.data.task_kwargs)
     tokenizer = build_tokenizer(tokenizer_settings(config))
     check_model(model_settings(config), len(tokenizer))
+    files = sent_files(config)
+    _check_files(config, files, len(tokenizer))
     sampling = sampling_params(config, tokenizer)
     limit = config.policy.max_total_sequence_length
     train = encode_prompts(prompts_of(task, "train_prompts"), tokenizer, limit)
     if not train:
         raise ConfigError(f"data.task {config.data.task!r} has no prompts to train on")
     heldout = encode_prompts(prompts_of(task, "heldout_prompts"), tokenizer, limit)
-    return Ingredients(task=task, tokenizer=tokenizer, sampling=sampling, train=train, heldout=heldout)
+    return Ingredients(task=task, tokenizer=tokenizer, sampling=sampling, train=train, heldout=heldout, files=files)
+
+
+def _check_files(config: RunConfig, files: Mapping[str, Mapping[str, bytes]], tokenizer_size: int) -> None:
+    """Build the tokenizer from what is sent, as a generation worker will."""
+    if tokenizer_settings(config).folder is None:
+        return
+    with local_folders(generation_settings(config, {}, files)) as local:
+        try:
+            found = len(build_tokenizer(local.tokenizer))
+        except ModelError as error:
+            raise ModelError(
+                f"the tokenizer in {tokenizer_settings(config).folder!r} needs a file that is not sent to generation "
+                f"workers: {error}; save it anew with transformers' save_pretrained"
+            ) from error
+    if found != tokenizer_size:
+        raise ModelError(
+            f"the tokenizer in {tokenizer_settings(config).folder!r} has {tokenizer_size} token ids, and {found} when it "
+            "is built from the files that are sent to generation workers; save it anew with transformers' save_pretrained"
+        )
 
 
 def assemble(

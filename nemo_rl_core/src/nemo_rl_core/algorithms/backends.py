@@ -2,26 +2,75 @@
 """The generation backend that a config names: found by entry point, its section checked by its own schema."""
 
 import importlib
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
 from nemo_rl_core import plugins
-from nemo_rl_core.config.run import RunConfig
+from nemo_rl_core.data.folders import local_folders
 from nemo_rl_core.errors import BackendBrokenError, ConfigError
 from nemo_rl_core.protocols.generation import PROTOCOL_NUMBER, BackendSpec
 from nemo_rl_core.protocols.settings import GenerationSettings
 
-__all__ = ["check_settings", "chosen_backend", "validated_options"]
+__all__ = ["ChosenBackend", "check_settings", "choose_backend", "load_backend", "num_ranks", "validated_options"]
 
 
-def chosen_backend(config: RunConfig) -> BackendSpec:
-    """Load the one backend that ``policy.generation.backend`` names.
+@dataclass(frozen=True, kw_only=True)
+class ChosenBackend:
+    """The backend of a run, with what its own package says of the config; plain data.
+
+    Attributes:
+        spec: The backend.
+        options: Its own section of the config, checked, with defaults.
+        num_ranks: Ranks of one replica, each on a slot of its own.
+        distribution: The distribution that brings it; "" where the metadata does not say.
+        version: That distribution's version.
+        node: Address of the generation node that said all this; "" for the driver itself.
+    """
+
+    spec: BackendSpec
+    options: Mapping[str, Any]
+    num_ranks: int
+    distribution: str
+    version: str
+    node: str = ""
+
+
+def choose_backend(name: str, sections: Mapping[str, Any], settings: GenerationSettings) -> ChosenBackend:
+    """Load a backend's description, and let its package check its section and the settings of its workers.
+
+    Args:
+        name: Name of the backend.
+        sections: The backends' own sections of the config, as they stand there.
+        settings: What every generation worker is told, but for ``options``.
+
+    Raises:
+        BackendError: If the backend cannot be used; the subclass says why.
+        ConfigError: If its section does not fit, or the engine could not run what is asked for.
+    """
+    spec = load_backend(name)
+    options = validated_options(sections.get(spec.config_section) or {}, spec)
+    # The folders are the driver's, which another machine that is asked for this does not have.
+    with local_folders(replace(settings, options=options)) as local:
+        check_settings(spec, local)
+    plugin = plugins.discover().get(name)
+    return ChosenBackend(
+        spec=spec,
+        options=options,
+        num_ranks=num_ranks(spec, options),
+        distribution=plugin.distribution if plugin else "",
+        version=plugin.version if plugin else "",
+    )
+
+
+def load_backend(name: str) -> BackendSpec:
+    """Load the one backend of that name.
 
     Raises:
         BackendError: The subclass that says why it cannot be used.
     """
-    name = config.generation.backend
     spec = plugins.load(name, group=plugins.GENERATION_GROUP, expected_protocol=PROTOCOL_NUMBER)
     if not isinstance(spec, BackendSpec):
         raise BackendBrokenError(
@@ -30,8 +79,12 @@ def chosen_backend(config: RunConfig) -> BackendSpec:
     return spec
 
 
-def validated_options(config: RunConfig, spec: BackendSpec) -> dict[str, Any]:
+def validated_options(values: Mapping[str, Any], spec: BackendSpec) -> dict[str, Any]:
     """Check the backend's own section by its schema and return it with defaults filled in.
+
+    Args:
+        values: The section as it stands in the config.
+        spec: The backend.
 
     Raises:
         ConfigError: Listing every problem with its key.
@@ -40,7 +93,7 @@ def validated_options(config: RunConfig, spec: BackendSpec) -> dict[str, Any]:
     schema: type[BaseModel] = _named(spec, "config schema", spec.config_schema)
     section = f"policy.generation.{spec.config_section}"
     try:
-        return schema.model_validate(config.generation.backend_section(spec.config_section)).model_dump()
+        return schema.model_validate(values).model_dump()
     except ValidationError as error:
         problems = [
             f"{section}.{'.'.join(map(str, item['loc']))}: {item['msg']}, got {item['input']!r}"
@@ -59,6 +112,24 @@ def check_settings(spec: BackendSpec, settings: GenerationSettings) -> None:
     """
     if spec.settings_check:
         _named(spec, "check of settings", spec.settings_check)(settings)
+
+
+def num_ranks(spec: BackendSpec, options: Mapping[str, Any]) -> int:
+    """Return how many ranks one replica has, each on a slot of its own.
+
+    Args:
+        spec: The backend.
+        options: Its section, as `validated_options` returned it.
+
+    Raises:
+        BackendBrokenError: If what says so cannot be imported, or says no number of ranks.
+    """
+    if not spec.num_ranks:
+        return 1
+    ranks = _named(spec, "number of ranks", spec.num_ranks)(options)
+    if not isinstance(ranks, int) or ranks < 1:
+        raise BackendBrokenError(f"backend {spec.name!r}: {spec.num_ranks} must return at least 1, got {ranks!r}")
+    return ranks
 
 
 def _named(spec: BackendSpec, what: str, path: str) -> Any:

@@ -5,6 +5,7 @@ Asked by the plan of a run, before any worker starts, and by `nemo-rl backends`.
 """
 
 import importlib.util
+import shlex
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -17,9 +18,11 @@ from nemo_rl_core.distributed.environments import (
     InterpreterReport,
     current_interpreter,
     known_actors,
+    place_of,
     probe_interpreter,
     resolve_environment,
 )
+from nemo_rl_core.distributed.probing import SHELL_IMPORTS
 from nemo_rl_core.errors import BackendAbsentError, BackendIncompatibleError
 from nemo_rl_core.protocols.generation import BackendSpec
 
@@ -30,6 +33,7 @@ __all__ = [
     "backend_environment",
     "check_engine",
     "find_engine",
+    "wanted_distributions",
     "worker_environment",
 ]
 
@@ -76,10 +80,10 @@ def ask_interpreter(spec: BackendSpec, environment: Environment, *, deadline_s: 
         EnvironmentLookupError: If the interpreter does not exist.
         ClusterError: If it cannot be run.
     """
-    wanted = tuple(name for name in (*_names(spec), _adapter(spec)) if name)
+    wanted = wanted_distributions(spec)
     if environment.python is None:
         return current_interpreter(wanted)
-    imports = ("ray", "nemo_rl_core.distributed.shell") if deep else ()
+    imports = SHELL_IMPORTS if deep else ()
     return probe_interpreter(
         environment.python,
         deadline_s=deadline_s,
@@ -150,15 +154,34 @@ def backend_environment(
     return worker_environment(env, spec.worker_class, {_dotted(spec.worker_class): spec.cpu_environment})
 
 
-def check_engine(spec: BackendSpec, report: InterpreterReport, environment: Environment) -> None:
+def wanted_distributions(spec: BackendSpec) -> tuple[str, ...]:
+    """Return the distributions that are asked for where a backend's workers run: engine and adapter."""
+    return tuple(name for name in (*_names(spec), _adapter(spec)) if name)
+
+
+def check_engine(
+    spec: BackendSpec,
+    report: InterpreterReport,
+    environment: Environment,
+    *,
+    node: str = "",
+    adapter: tuple[str, str] | None = None,
+) -> None:
     """Say whether the backend's engine, adapter and worker are there and fit.
+
+    Args:
+        spec: The backend.
+        report: What the workers' interpreter has.
+        environment: Their environment.
+        node: Address of the node that was asked; "" for this machine.
+        adapter: Distribution and version that described the backend, where it was not the driver's.
 
     Raises:
         BackendAbsentError: If the engine or the adapter is not installed there.
         BackendIncompatibleError: If the engine's version is out of range, the adapter's is not the driver's, or it has
             no such worker.
     """
-    where = f"environment {environment.name!r} ({report.python})"
+    where = place_of(report, environment.name, node)
     if spec.engine:
         engine = find_engine(spec, report)
         if engine is None:
@@ -169,12 +192,13 @@ def check_engine(spec: BackendSpec, report: InterpreterReport, environment: Envi
         if not SpecifierSet(spec.engine_range).contains(engine.version, prereleases=True):
             raise BackendIncompatibleError(
                 f"backend {spec.name!r} supports {spec.engine} {spec.engine_range}, {where} has {engine.distribution} "
-                f"{engine.version}; install a version in that range"
+                f"{engine.version}; install a version in that range: pip install "
+                f"{shlex.quote(engine.distribution + spec.engine_range)}"
             )
-    if environment.python is not None:
-        _check_adapter(spec, report, where)
+    _check_adapter(spec, report, where, adapter)
     module = spec.worker_class.partition(":")[0]
-    found = report.modules.get(module, False) if environment.python else _can_be_found(module)
+    # Of this very interpreter the metadata alone was read.
+    found = report.modules[module] if module in report.modules else _can_be_found(module)
     if not found:
         raise BackendIncompatibleError(
             f"backend {spec.name!r} names the worker {spec.worker_class}, which its distribution in {where} does not "
@@ -182,23 +206,25 @@ def check_engine(spec: BackendSpec, report: InterpreterReport, environment: Envi
         )
 
 
-def _check_adapter(spec: BackendSpec, report: InterpreterReport, where: str) -> None:
-    """Compare the adapter of another interpreter with the one that described the backend here."""
-    name = _adapter(spec)
-    ours = current_interpreter((name,)).versions.get(name) if name else None
-    if ours is None:
+def _check_adapter(spec: BackendSpec, report: InterpreterReport, where: str, adapter: tuple[str, str] | None) -> None:
+    """Compare the adapter that workers will have with the one that described the backend."""
+    name = adapter[0] if adapter else _adapter(spec)
+    if not name:
         return  # described by hand, not by an installed distribution
+    whose, ours = ("the node that was asked first", adapter[1]) if adapter else ("the driver", _own_version(name))
     theirs = report.versions.get(name)
+    if ours is None or theirs == ours:
+        return
+    way_out = f"install that version there: pip install {name}=={ours}"
     if theirs is None:
         raise BackendAbsentError(
-            f"backend {spec.name!r} needs {name} in {where}, which does not have it; install the driver's version there: "
-            f"pip install {name}=={ours}"
+            f"backend {spec.name!r} needs {name} in {where}, which does not have it; {whose} has {ours}; {way_out}"
         )
-    if theirs != ours:
-        raise BackendIncompatibleError(
-            f"backend {spec.name!r}: {where} has {name} {theirs}, the driver has {ours}; install the driver's version "
-            f"there: pip install {name}=={ours}"
-        )
+    raise BackendIncompatibleError(f"backend {spec.name!r}: {where} has {name} {theirs}, {whose} has {ours}; {way_out}")
+
+
+def _own_version(distribution: str) -> str | None:
+    return current_interpreter((distribution,)).versions.get(distribution)
 
 
 def _can_be_found(module: str) -> bool:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from nemo_rl_core.algorithms.mismatch import MismatchAlarm
+from nemo_rl_core.algorithms.mismatch import MismatchAlarm, logprob_gap
 from nemo_rl_core.config.run import RunConfig
 from nemo_rl_core.data.batched_data_dict import BatchedDataDict
 from nemo_rl_core.objectives.advantages import group_advantages
@@ -76,6 +76,7 @@ class GRPO:
             trained = self.optimize(batch, timer)
             refit = self.refit(timer)
             validation = self.validate(timer) if self._validates_at(step) else {}
+            trained["logprob_gap_p999"] = logprob_gap(batch)
             metrics = _rollout_metrics(rollout) | _train_metrics(trained) | _refit_metrics(refit) | validation
             self.log(step, metrics | _timing(rollout, timer))
             self.alarm.check(step, trained["token_mult_prob_error"], rollout.weight_versions)

@@ -3,12 +3,13 @@
 
 import contextlib
 import os
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from nemo_rl_core.algorithms.assemble import generation_settings, policy_settings
+from nemo_rl_core.algorithms.node_checks import check_nodes
 from nemo_rl_core.algorithms.plan import RolePlan, RunPlan
 from nemo_rl_core.config.run import RunConfig
 from nemo_rl_core.distributed.cluster_facts import has_gpus, has_node_label
@@ -50,14 +51,25 @@ class Fleet:
 
 
 @contextlib.contextmanager
-def launch(config: RunConfig, plan: RunPlan) -> Generator[Fleet]:
+def launch(
+    config: RunConfig, plan: RunPlan, files: Mapping[str, Mapping[str, bytes]] | None = None
+) -> Generator[Fleet]:
     """Start Ray or attach to it, reserve room, start both kinds of workers at the same time, and end them all.
 
+    The nodes of a cluster that is attached to are asked before any worker starts; on one machine the plan has done it.
+
+    Args:
+        config: The whole config.
+        plan: What is to run.
+        files: Config and tokenizer for the generation workers, as `assemble.sent_files` read them.
+
     Raises:
-        ClusterError: If Ray or room is missing.
+        ClusterError: If Ray or room is missing, or a node's interpreter does not fit.
+        BackendError: If a generation node's engine or adapter does not fit.
+        ModelError: If a train node lacks the model's folder.
         WorkerError: If a worker did not come up; the first cause.
     """
-    slots = plan.train.world_size + plan.generation.world_size
+    slots = plan.train.num_slots + plan.generation.num_slots
     with contextlib.ExitStack() as stack:
         runtime = stack.enter_context(
             start_ray(
@@ -71,31 +83,51 @@ def launch(config: RunConfig, plan: RunPlan) -> Generator[Fleet]:
         )
         device = _device(plan)
         env_vars = {"TQDM_DISABLE": "1", **(_thread_variables(slots) if runtime.is_local else {})}
+        roles = [
+            (plan.train, policy_settings(config)),
+            (plan.generation, generation_settings(config, plan.options, files)),
+        ]
+        clusters = [_reserve(stack, config, role, device) for role, _ in roles]
+        if not runtime.is_local:
+            check_nodes(config, plan, *(cluster.get_bundles() for cluster in clusters))
         starts = [
-            _starter(config, plan.train, device, policy_settings(config), env_vars),
-            _starter(config, plan.generation, device, generation_settings(config, plan.options), env_vars),
+            _starter(config, role, RayWorkerBuilder(role.worker_class, settings, device=device), cluster, env_vars)
+            for (role, settings), cluster in zip(roles, clusters, strict=True)
         ]
         train, generation = _start_all(stack, starts, on_interrupt=runtime.close)
         yield Fleet(train=train, generation=generation)
 
 
+def _reserve(
+    stack: contextlib.ExitStack, config: RunConfig, role: RolePlan, device: Literal["cpu", "cuda"]
+) -> RayVirtualCluster:
+    """Reserve a role's room; ``stack`` gives it back."""
+    cluster = RayVirtualCluster(
+        role.bundles_per_node,
+        use_gpus=device == "cuda",
+        slots_per_bundle=role.slots_per_worker,
+        name=role.role,
+        label_selector=_label_selector(role),
+        timeout_s=config.workers.start_timeout_s,
+    )
+    stack.callback(cluster.shutdown)
+    cluster.get_bundles()
+    return cluster
+
+
 def _starter(
-    config: RunConfig, role: RolePlan, device: Literal["cpu", "cuda"], settings: Any, env_vars: dict[str, str]
+    config: RunConfig,
+    role: RolePlan,
+    builder: RayWorkerBuilder,
+    cluster: RayVirtualCluster,
+    env_vars: dict[str, str],
 ) -> Callable[[contextlib.ExitStack], RayWorkerGroup]:
-    """Return what reserves a role's room and starts its workers."""
+    """Return what starts a role's workers on its reserved room."""
 
     def start(stack: contextlib.ExitStack) -> RayWorkerGroup:
-        cluster = RayVirtualCluster(
-            role.bundles_per_node,
-            use_gpus=device == "cuda",
-            name=role.role,
-            label_selector=_label_selector(role),
-            timeout_s=config.workers.start_timeout_s,
-        )
-        stack.callback(cluster.shutdown)
         group = RayWorkerGroup(
             cluster,
-            RayWorkerBuilder(role.worker_class, settings, device=device),
+            builder,
             name_prefix={"train": "policy", "generation": "generation"}[role.role],
             role=role.role,
             environment=role.environment,

@@ -7,9 +7,31 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from nemo_rl_core.data.batched_data_dict import BatchedDataDict
 from nemo_rl_core.errors import StateError
 
-__all__ = ["MismatchAlarm"]
+__all__ = ["MismatchAlarm", "logprob_gap"]
+
+#: Share of the sampled tokens whose logprobs lie at least as close as the gap that is reported.
+_GAP_SHARE = 0.999
+
+
+def logprob_gap(batch: BatchedDataDict) -> float:
+    """Return the 99.9th percentile of |logprob_train - logprob_generation| over the sampled tokens that count, in nats.
+
+    A mean hides a few tokens that are far off; this shows them.
+
+    Args:
+        batch: ``token_mask`` [B, S], ``sample_mask`` [B], ``prev_logprobs`` [B, S] and ``generation_logprobs`` [B, S].
+
+    Returns:
+        The smallest gap that 99.9 % of the tokens do not exceed; 0 where no token counts.
+    """
+    keep_BS = batch.tensor("token_mask") * batch.tensor("sample_mask")[:, None] > 0
+    gaps_N = (batch.tensor("prev_logprobs") - batch.tensor("generation_logprobs"))[keep_BS].abs()
+    if not len(gaps_N):
+        return 0.0
+    return float(gaps_N.kthvalue(math.ceil(_GAP_SHARE * len(gaps_N))).values)
 
 
 @dataclass(frozen=True, kw_only=True)

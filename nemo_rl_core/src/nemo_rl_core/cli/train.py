@@ -72,7 +72,7 @@ def _train(
         MetricsLogger(record.folder.path, config.logger.tensorboard) as logger,
     ):
         console.note("starting Ray and the workers ...")
-        with launch(config, plan) as fleet:
+        with launch(config, plan, ingredients.files) as fleet:
             record.workers_are_up(fleet)
 
             def log(step: int, metrics: Mapping[str, Any]) -> None:

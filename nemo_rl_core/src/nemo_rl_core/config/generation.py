@@ -2,7 +2,7 @@
 """The `policy.generation` section: backend, sampling, and where the generation workers run."""
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import ConfigDict, Field
 
@@ -49,6 +49,11 @@ class GenerationSection(Section):
         default=None, description="Sampling ends after one of these; null takes the tokenizer's end-of-sequence id."
     )
     stop_strings: StrList | None = Field(default=None, description="Sampling ends when one of these is complete.")
+    parity: Literal["default", "strict"] = Field(
+        default="default",
+        description="`strict` sets both sides up for logprobs as close as they get: float32, and no engine feature that "
+        "changes how they are computed. Slower; for finding out where a mismatch comes from.",
+    )
     colocated: ColocatedSection = Field(default_factory=ColocatedSection)
 
     def backend_section(self, name: str) -> Mapping[str, Any]:

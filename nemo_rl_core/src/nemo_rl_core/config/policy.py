@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The `policy` section: model, tokenizer, batches, optimizer."""
 
-from typing import Literal
+from collections.abc import Mapping
+from typing import Any, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from nemo_rl_core.config.base import RawMapping, Section
 from nemo_rl_core.config.generation import GenerationSection
@@ -88,7 +89,14 @@ class PolicySection(Section):
         default=1024, ge=1, description="Tokens of one chunk of the projection to the vocabulary; bounds its memory."
     )
     precision: Literal["float32", "bfloat16"] = Field(
-        default="bfloat16", description="Compute type of the train side; master weights are float32 always."
+        default="bfloat16",
+        description="Compute type of both sides; master weights are float32 always. Left out, it is `float32` where "
+        "`policy.generation.parity` is `strict`.",
+    )
+    logits_precision: Literal["float32", "model"] = Field(
+        default="float32",
+        description="Type in which the output head computes the logits on both sides; `model` is that of `precision`. A "
+        "logit of 20 in bfloat16 is a multiple of 1/8.",
     )
     max_total_sequence_length: int = Field(default=512, ge=2, description="Tokens of prompt and completion together.")
     max_grad_norm: float | None = Field(default=1.0, gt=0, description="Gradient norm bound; null does not clip.")
@@ -99,6 +107,13 @@ class PolicySection(Section):
     dtensor_cfg: DTensorSection = Field(default_factory=DTensorSection)
     dynamic_batching: DynamicBatchingSection = Field(default_factory=DynamicBatchingSection)
     generation: GenerationSection | None = Field(default=None, description="Generation side; required for GRPO.")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _strict_parity_computes_in_float32(cls, given: Any) -> Any:
+        generation = given.get("generation") if isinstance(given, Mapping) else None
+        strict = isinstance(generation, Mapping) and generation.get("parity") == "strict"
+        return {"precision": "float32", **given} if strict else given
 
     @property
     def tokenizer_name(self) -> str | None:

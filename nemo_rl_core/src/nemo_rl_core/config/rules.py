@@ -50,6 +50,13 @@ def _model_source(policy: PolicySection) -> Iterator[Problem]:
         yield Problem(key="policy.hf_config.model_type", rule="must be a string", value=found, way_out=way_out)
 
 
+def _parity(policy: PolicySection) -> Iterator[Problem]:
+    if policy.generation is not None and policy.generation.parity == "strict" and policy.precision != "float32":
+        rule = "must be float32 with policy.generation.parity=strict"
+        way_out = "set it to float32, or leave it out"
+        yield Problem(key="policy.precision", rule=rule, value=policy.precision, way_out=way_out)
+
+
 def _tokenizer(policy: PolicySection) -> Iterator[Problem]:
     name, characters = policy.tokenizer.name, policy.tokenizer.characters
     if name is not None and characters is not None:
@@ -220,6 +227,7 @@ _RULES = cast(
     "tuple[tuple[tuple[str, ...], _Rule], ...]",
     (
         (("policy",), _model_source),
+        (("policy",), _parity),
         (("policy",), _tokenizer),
         (("policy",), _numbers_in_kwargs),
         (("policy",), _train_worker),

@@ -3,7 +3,7 @@
 
 import ray
 
-__all__ = ["has_gpus", "has_node_label"]
+__all__ = ["has_gpus", "has_node_label", "nodes_of_role"]
 
 
 def has_gpus() -> bool:
@@ -14,3 +14,11 @@ def has_gpus() -> bool:
 def has_node_label(key: str) -> bool:
     """Say whether any living node carries a label of that name."""
     return any(key in node.get("Labels", {}) for node in ray.nodes() if node["Alive"])
+
+
+def nodes_of_role(role: str) -> dict[str, str]:
+    """Return the living nodes with the label ``role=<role>``, or all where none carries such a label: Ray's id to address."""
+    nodes = [node for node in ray.nodes() if node["Alive"]]
+    if has_node_label("role"):
+        nodes = [node for node in nodes if node.get("Labels", {}).get("role") == role]
+    return {node["NodeID"]: node["NodeManagerAddress"] for node in nodes}

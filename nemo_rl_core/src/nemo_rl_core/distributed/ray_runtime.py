@@ -176,7 +176,8 @@ def start_ray(
         if attaching and "RAY_AUTH_MODE" not in os.environ:
             # Ray sends its token to an address that was given only if it is told to.
             hint = "; if the cluster uses Ray's token authentication, set RAY_AUTH_MODE=token and provide its token"
-        raise ClusterError(f"cannot {what}: {type(error).__name__}: {error}{hint}") from error
+        words = " ".join(str(error).split())  # Ray tells versions that differ in a table of several lines
+        raise ClusterError(f"cannot {what}: {type(error).__name__}: {words}{hint}") from error
     finally:
         if on_sigterm is not None:
             signal.signal(signal.SIGTERM, on_sigterm)

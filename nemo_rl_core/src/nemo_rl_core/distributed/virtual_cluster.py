@@ -31,7 +31,7 @@ class Bundle:
         index: Its index within that group, which says nothing about rank order.
         node_id: Ray's id of the node.
         node_ip: Address of that node, as its peers reach it.
-        gpu_id: The device as an opaque text (an index or a UUID), "" on CPU.
+        gpu_id: The device as an opaque text (an index or a UUID), "" on CPU; of several, all of them joined by ",".
     """
 
     placement_group: PlacementGroup
@@ -53,6 +53,7 @@ class RayVirtualCluster:
         bundle_ct_per_node_list: Sequence[int],
         *,
         use_gpus: bool = True,
+        slots_per_bundle: int = 1,
         max_colocated_worker_groups: int = 1,
         name: str = "cluster",
         placement_group_strategy: Literal["STRICT_PACK", "PACK", "SPREAD", "STRICT_SPREAD"] = "STRICT_PACK",
@@ -63,7 +64,8 @@ class RayVirtualCluster:
 
         Args:
             bundle_ct_per_node_list: Number of workers on each node.
-            use_gpus: Whether a bundle holds one GPU.
+            use_gpus: Whether a slot is a GPU.
+            slots_per_bundle: GPUs, or CPU slots, of one worker: as many as it has ranks of its own.
             max_colocated_worker_groups: Worker groups that may share these bundles; each takes one CPU, and its
                 share of the GPU.
             name: For messages and Ray's dashboard.
@@ -76,6 +78,11 @@ class RayVirtualCluster:
         """
         if not bundle_ct_per_node_list or min(bundle_ct_per_node_list) < 1:
             raise ValueError(f"each node needs at least one bundle, got {list(bundle_ct_per_node_list)}")
+        if slots_per_bundle < 1 or (slots_per_bundle > 1 and max_colocated_worker_groups > 1):
+            raise ValueError(
+                "slots_per_bundle must be at least 1, and 1 where worker groups share a bundle, got "
+                f"{slots_per_bundle} and {max_colocated_worker_groups} groups"
+            )
         if max_colocated_worker_groups < 1:
             raise ValueError(f"max_colocated_worker_groups must be at least 1, got {max_colocated_worker_groups}")
         strategies = ("STRICT_PACK", "PACK", "SPREAD", "STRICT_SPREAD")
@@ -83,6 +90,7 @@ class RayVirtualCluster:
             raise ValueError(f"placement_group_strategy must be one of {strategies}, got {placement_group_strategy!r}")
         self.bundle_ct_per_node_list = tuple(bundle_ct_per_node_list)
         self.use_gpus = use_gpus
+        self.slots_per_bundle = slots_per_bundle
         self.max_colocated_worker_groups = max_colocated_worker_groups
         self.name = name
         self.placement_group_strategy = placement_group_strategy
@@ -141,9 +149,9 @@ class RayVirtualCluster:
 
     def _bundle_resources(self) -> dict[str, float]:
         """Return the resources of one bundle."""
-        resources: dict[str, float] = {"CPU": float(self.max_colocated_worker_groups)}
+        resources: dict[str, float] = {"CPU": float(self.slots_per_bundle * self.max_colocated_worker_groups)}
         if self.use_gpus:
-            resources["GPU"] = 1.0
+            resources["GPU"] = float(self.slots_per_bundle)
         return resources
 
     def _reserve(self) -> None:
@@ -241,8 +249,9 @@ class RayVirtualCluster:
         ]
 
     def _devices(self, places: Sequence[tuple[PlacementGroup, int, str]]) -> list[str]:
-        """Ask a small task in each bundle which GPU it was given: Ray tells nobody else."""
-        probe = ray.remote(num_cpus=0, num_gpus=0.01, max_retries=0)(_own_gpu)
+        """Ask a small task in each bundle which GPUs it was given: Ray tells nobody else."""
+        share = 0.01 if self.slots_per_bundle == 1 else self.slots_per_bundle
+        probe = ray.remote(num_cpus=0, num_gpus=share, max_retries=0)(_own_gpus)
         refs = []
         for group, index, _ in places:
             strategy = PlacementGroupSchedulingStrategy(placement_group=group, placement_group_bundle_index=index)
@@ -253,15 +262,16 @@ class RayVirtualCluster:
             raise ClusterError(f"{self.name}: could not ask the bundles for their GPUs: {error}") from error
 
 
-def _own_gpu() -> str:
-    """Return the GPU that Ray gave to this task, as text."""
-    return str(ray.get_gpu_ids()[0])
+def _own_gpus() -> str:
+    """Return the GPUs that Ray gave to this task, as text."""
+    return ",".join(map(str, ray.get_gpu_ids()))
 
 
 def _rank_order(bundle: Bundle) -> tuple[str, int, int, str, int]:
     """Return the sort key: node, then device (indices as numbers, other ids as text), then bundle index."""
-    numeric = bundle.gpu_id.isdecimal()
-    device = int(bundle.gpu_id) if numeric else 0
+    first = bundle.gpu_id.partition(",")[0]
+    numeric = first.isdecimal()
+    device = int(first) if numeric else 0
     return (bundle.node_id, 0 if numeric else 1, device, bundle.gpu_id, bundle.index)
 
 

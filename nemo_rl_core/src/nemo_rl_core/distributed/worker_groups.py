@@ -12,7 +12,6 @@ from dataclasses import replace
 from typing import Any
 
 import ray
-from ray.exceptions import GetTimeoutError, RayTaskError
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from nemo_rl_core import guard
@@ -21,16 +20,16 @@ from nemo_rl_core.distributed.environments import (
     Environment,
     InterpreterReport,
     current_interpreter,
-    probe_interpreter,
     require_compatible,
     resolve_environment,
 )
 from nemo_rl_core.distributed.futures import MultiWorkerFuture, PendingCall, WorkerRecord
 from nemo_rl_core.distributed.named_sharding import NamedSharding
+from nemo_rl_core.distributed.nodes import ask_nodes
 from nemo_rl_core.distributed.shell import RankSpec, WorkerShell
 from nemo_rl_core.distributed.venvs import settle
 from nemo_rl_core.distributed.virtual_cluster import Bundle, RayVirtualCluster
-from nemo_rl_core.errors import ClusterError, StateError, WorkerError, WorkerTimeoutError
+from nemo_rl_core.errors import StateError, WorkerError, WorkerTimeoutError
 
 __all__ = ["RayWorkerBuilder", "RayWorkerGroup"]
 
@@ -290,23 +289,9 @@ class RayWorkerGroup:
 
     def _probe_nodes(self, bundles: Sequence[Bundle], python: str, timeout_s: float) -> None:
         """Run the environment's interpreter once on each node, before Ray starts a worker with it."""
-        probe = ray.remote(num_cpus=0, max_retries=0)(_probe_here)
-        refs = {}
-        for bundle in {bundle.node_id: bundle for bundle in bundles}.values():
-            place = PlacementGroupSchedulingStrategy(
-                placement_group=bundle.placement_group, placement_group_bundle_index=bundle.index
-            )
-            refs[bundle.node_ip] = probe.options(scheduling_strategy=place).remote(python, timeout_s)
-        for node_ip, ref in refs.items():
-            try:
-                report = ray.get(ref, timeout=timeout_s + 5.0)
-            except RayTaskError as error:
-                raise ClusterError(
-                    f"environment {self.environment.name!r} cannot be used on node {node_ip}: {error.cause}"
-                ) from error
-            except GetTimeoutError as error:
-                raise ClusterError(f"node {node_ip} did not probe {python!r} within {timeout_s:g} s") from error
-            require_compatible(report, current_interpreter(), environment=self.environment.name)
+        driver, name = current_interpreter(), self.environment.name
+        for report in ask_nodes(bundles, python=python, timeout_s=timeout_s):
+            require_compatible(report.interpreter, driver, environment=name, node=report.node_ip)
 
     def _specs(self, bundles: Sequence[Bundle]) -> list[RankSpec]:
         """Return each rank's place: nodes are numbered as they first appear, local ranks count within a node."""
@@ -340,8 +325,8 @@ class RayWorkerGroup:
         )
         actor = ray.remote(WorkerShell).options(
             name=f"{spec.worker}-{uuid.uuid4().hex[:12]}",
-            num_cpus=1,
-            num_gpus=1.0 / cluster.max_colocated_worker_groups if cluster.use_gpus else 0,
+            num_cpus=cluster.slots_per_bundle,
+            num_gpus=cluster.slots_per_bundle / cluster.max_colocated_worker_groups if cluster.use_gpus else 0,
             max_restarts=0,
             max_task_retries=0,
             scheduling_strategy=place,
@@ -362,7 +347,7 @@ class RayWorkerGroup:
                 python_version=identity["python_version"],
                 versions=identity["versions"],
             )
-            require_compatible(report, driver, environment=self.environment.name)
+            require_compatible(report, driver, environment=self.environment.name, node=identity["host"])
 
     def _run_plan(self, method: str, plan: CallPlan) -> MultiWorkerFuture:
         """Start the calls of a plan; arguments that go to several ranks are stored once."""
@@ -413,8 +398,3 @@ class RayWorkerGroup:
 def _left(deadline: float) -> float:
     """Return the seconds until a deadline, at least 0."""
     return max(0.0, deadline - time.monotonic())
-
-
-def _probe_here(python: str, deadline_s: float) -> InterpreterReport:
-    """Run as a task: probe an interpreter of this node."""
-    return probe_interpreter(python, deadline_s=deadline_s)

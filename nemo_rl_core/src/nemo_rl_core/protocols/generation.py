@@ -78,7 +78,8 @@ class Completion:
     Attributes:
         token_ids: Sampled token ids, the stop token included; N of them.
         logprobs: Natural-log probability of each sampled token under the distribution that it was drawn from
-            (after temperature, top-k and top-p); N of them.
+            (after temperature, top-k and top-p); N of them. A greedy request, which draws nothing, reports that of
+            temperature 1 without cuts.
         finish_reason: ``stop`` after a stop id or string, ``length`` when cut off.
         weight_version: Version of the weights that sampled it, as the worker itself knows it.
     """
@@ -154,6 +155,8 @@ class BackendSpec:
             backend is chosen.
         settings_check: ``module:function`` that takes the ``GenerationSettings`` and raises ``ConfigError`` for what the
             engine could not run; called in the driver, so its module is light. "" for no such check.
+        num_ranks: ``module:function`` that takes the checked options of the section and returns how many ranks one
+            replica has, each on a slot of its own; called in the driver like ``settings_check``. "" for one.
         engine: Name of the engine's distribution, or "" where core itself is the engine.
         engine_range: PEP 440 specifier of the engine versions that the adapter supports.
         install_hint: The pip command that brings what is missing.
@@ -167,6 +170,7 @@ class BackendSpec:
     config_schema: str
     cpu_environment: str = ""
     settings_check: str = ""
+    num_ranks: str = ""
     engine: str = ""
     engine_range: str = ""
     install_hint: str = ""

@@ -19,6 +19,7 @@ class ModelSettings:
         hf_config: HF config values with ``model_type``, for random weights; None with a folder.
         overrides: Values that replace those of the HF config.
         precision: Compute type. The policy keeps float32 master weights either way.
+        logits_precision: Type in which the output head computes the logits: ``float32``, or ``model`` for the compute type.
         max_total_sequence_length: Longest sequence S in tokens, prompt and completion together.
         seed: Seed of random weights.
         attn_implementation: transformers' name of the attention; None for its default.
@@ -28,9 +29,15 @@ class ModelSettings:
     hf_config: Mapping[str, Any] | None = None
     overrides: Mapping[str, Any] = field(default_factory=dict)
     precision: Precision = "float32"
+    logits_precision: Literal["float32", "model"] = "float32"
     max_total_sequence_length: int = 512
     seed: int = 1
     attn_implementation: str | None = None
+
+    @property
+    def float32_head(self) -> bool:
+        """Whether the output head computes in float32 under a model that computes in less."""
+        return self.logits_precision == "float32" and self.precision != "float32"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,6 +68,10 @@ class GenerationSettings:
         seed: Seed of requests that bring none.
         refit: Arguments of ``refit.settings.RefitSettings``.
         options: The backend's own section of the config, checked by its schema.
+        parity: ``strict`` asks for logprobs as close as possible to those of one plain forward pass: whatever the engine
+            does to be fast and changes them is to be off. The model's precision is float32 then.
+        files: Config and tokenizer of the folders that ``model`` and ``tokenizer`` name: folder to file name to contents.
+            With them a worker's node needs no such folder; ``data.folders.local_folders`` makes private ones.
     """
 
     model: ModelSettings
@@ -68,3 +79,5 @@ class GenerationSettings:
     seed: int = 1
     refit: Mapping[str, Any] = field(default_factory=dict)
     options: Mapping[str, Any] = field(default_factory=dict)
+    parity: Literal["default", "strict"] = "default"
+    files: Mapping[str, Mapping[str, bytes]] = field(default_factory=dict, repr=False)

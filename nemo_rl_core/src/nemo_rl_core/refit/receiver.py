@@ -5,9 +5,9 @@ import json
 import secrets
 import time
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 
@@ -25,20 +25,13 @@ from nemo_rl_core.refit.settings import DEFAULT_SETTINGS, RefitSettings
 from nemo_rl_core.refit.transaction import Outcome, OutcomeKind, WeightState, WeightStatus
 from nemo_rl_core.refit.transport import GlooGroup
 
-__all__ = ["RefitReceiver", "WeightSink"]
+__all__ = ["RefitReceiver", "ShardedSink", "WeightSink"]
 
 _OFFER_POLL_S = 0.01
 _NUM_REMEMBERED_SESSIONS = 16
 
 
-class WeightSink(Protocol):
-    """A live model as the receiver sees it: what the engine's side implements.
-
-    All calls come on the thread that called ``receive``, in the order ``manifest``, ``load`` (once per bucket that
-    completes a tensor), ``finish``, ``live_tensors``. An exception of any of them ends the refit on all ranks and is
-    reported there with its type and text.
-    """
-
+class _Loadable(Protocol):
     def manifest(self) -> Manifest:
         """Return what the live model expects, in wire names, shapes and dtypes; the order is the sender's to choose."""
         ...
@@ -54,8 +47,36 @@ class WeightSink(Protocol):
         """
         ...
 
+
+class WeightSink(_Loadable, Protocol):
+    """A live model as the receiver sees it: what the engine's side implements.
+
+    All calls come on the thread that called ``receive``, in the order ``manifest``, ``load`` (once per bucket that
+    completes a tensor), ``finish``, ``live_tensors``. An exception of any of them ends the refit on all ranks and is
+    reported there with its type and text.
+    """
+
     def live_tensors(self) -> Iterable[tuple[str, torch.Tensor]]:
         """Yield every tensor of the manifest, read back from the live model in its wire layout, in any order."""
+        ...
+
+
+@runtime_checkable
+class ShardedSink(_Loadable, Protocol):
+    """A live model of which this rank may hold a share only, so that no whole tensor can be read back from it.
+
+    The calls are those of a ``WeightSink``, with ``live_digests`` in place of ``live_tensors``.
+    """
+
+    def live_digests(self) -> Mapping[str, str]:
+        """Return ``tensor_digest`` of every whole tensor of the manifest that is live here.
+
+        It vouches for the live model as it is now: all that this rank holds is read back and compared with what arrived;
+        one that only repeats the digests of what arrived would hide a load that went wrong.
+
+        Raises:
+            Exception: If what this rank holds is not its share of what arrived; it ends the refit.
+        """
         ...
 
 
@@ -123,7 +144,9 @@ class RefitReceiver:
         self._unlink()
         self._status.invalidate("the receiver was closed")
 
-    def receive(self, address: str, sink: WeightSink, *, expected_version: int | None = None) -> RefitReport:
+    def receive(
+        self, address: str, sink: WeightSink | ShardedSink, *, expected_version: int | None = None
+    ) -> RefitReport:
         """Take part in the sender's next refit.
 
         Args:
@@ -253,7 +276,7 @@ def _lost(cause: str, culprit: str, version: int | None) -> RefitPeerLostError:
 class _Attempt:
     """One refit as a receiver goes through it."""
 
-    def __init__(self, session: Session, sink: WeightSink, status: WeightStatus) -> None:
+    def __init__(self, session: Session, sink: WeightSink | ShardedSink, status: WeightStatus) -> None:
         self._session = session
         self._sink = sink
         self._status = status
@@ -377,7 +400,8 @@ class _Attempt:
         session = self._session
         digest = None
         if self._settings.digest:
-            digests = digests_of(self._sink.live_tensors())
+            sink = self._sink
+            digests = dict(sink.live_digests()) if isinstance(sink, ShardedSink) else digests_of(sink.live_tensors())
             digest = set_digest(self._manifest, digests)
             session.set_text(f"digests/{session.me.rank}", json.dumps(digests))
         session.phase = "acknowledge"

@@ -20,6 +20,7 @@ from nemo_rl_core.workers.checkpoint_names import CheckpointNames
 from nemo_rl_core.workers.devices import describe_worker, device_identity
 from nemo_rl_core.workers.models import LogprobModel, build_model, check_logprobs, empty_model
 from nemo_rl_core.workers.optimizers import build_optimizer
+from nemo_rl_core.workers.output_head import compute_head_in_float32
 from nemo_rl_core.workers.passes import backward_passes, equal_plan, global_totals, logprob_passes
 from nemo_rl_core.workers.settings import PolicySettings
 from nemo_rl_core.workers.sharding import checkpoint_layers, shard_model, spread_weights
@@ -205,6 +206,8 @@ class DTensorPolicyWorker:
             # With duplicates: two names of one tensor here (LongRoPE's tables) may be two tensors in the empty model.
             source = {**dict(whole.named_parameters()), **dict(whole.named_buffers(remove_duplicate=False))}
         wrapped = self._wrap(empty_model(settings.model))
+        if settings.model.float32_head:
+            compute_head_in_float32(wrapped.model)
         if settings.activation_checkpointing:
             checkpoint_layers(wrapped.model)
         shard_model(wrapped, self._mesh, settings.model.precision)

@@ -12,6 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, Pre
 from nemo_rl_core.errors import ModelError
 from nemo_rl_core.protocols.settings import ModelSettings
 from nemo_rl_core.workers.checkpoint_names import CheckpointNames
+from nemo_rl_core.workers.output_head import compute_head_in_float32
 
 __all__ = [
     "LogprobModel",
@@ -73,7 +74,7 @@ def check_model(settings: ModelSettings, tokenizer_size: int) -> None:
 
     Raises:
         ModelError: If the config cannot be read, the folder has no weights, the vocabulary is too small, or the weights
-            could not be sent under a checkpoint's names.
+            could not be sent under a checkpoint's names, or the head cannot compute as asked.
     """
     config = load_config(settings).get_text_config()
     try:
@@ -84,6 +85,8 @@ def check_model(settings: ModelSettings, tokenizer_size: int) -> None:
             "policy.model_name and policy.hf_config_overrides"
         ) from error
     CheckpointNames(model)
+    if settings.float32_head:
+        compute_head_in_float32(model)
     if config.vocab_size < tokenizer_size:
         raise ModelError(
             f"the tokenizer has {tokenizer_size} token ids, but the model's vocabulary only {config.vocab_size}; raise "

@@ -20,14 +20,16 @@ def sampling_logprobs(
 
     Args:
         logits_BV: float [B, V].
-        temperature_B: float [B]; a row with 0 is left unscaled (it will be decoded greedily).
+        temperature_B: float [B]; a row with 0 will be decoded greedily, so it is neither scaled nor cut.
         top_k_B: int [B]; 0 switches it off.
         top_p_B: float [B]; 1 switches it off.
 
     Returns:
         float32 [B, V]; -inf for tokens that cannot be drawn.
     """
-    scale_B = torch.where(temperature_B > 0, temperature_B, 1.0)
+    greedy_B = temperature_B == 0
+    top_k_B, top_p_B = top_k_B.masked_fill(greedy_B, 0), top_p_B.masked_fill(greedy_B, 1.0)
+    scale_B = torch.where(greedy_B, 1.0, temperature_B)
     logits_BV = logits_BV.float() / scale_B[:, None]
     vocab = logits_BV.shape[1]
     if bool((top_k_B > 0).any()):
@@ -77,8 +79,8 @@ class RowSampler:
 
         Returns:
             Token ids and their logprobs under the distribution they were drawn from. A greedy row (temperature 0)
-            takes the most likely token and reports its logprob at temperature 1, since that of a point mass says
-            nothing.
+            takes the most likely token and reports its logprob at temperature 1 without cuts, since that of a point
+            mass says nothing.
         """
         logprobs_BV = sampling_logprobs(logits_BV, self._temperature_B, self._top_k_B, self._top_p_B)
         # A greedy row draws nothing, so that a validation does not move the stream of the rollouts after it.

@@ -8,6 +8,7 @@ from typing import Any, Literal
 import torch
 from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
+from nemo_rl_core.data.folders import local_folders
 from nemo_rl_core.data.tokenizers import build_tokenizer
 from nemo_rl_core.errors import DataError, GenerationError, ModelError
 from nemo_rl_core.protocols.generation import Completion, GenerationRequest, SamplingParams
@@ -18,6 +19,7 @@ from nemo_rl_core.refit.settings import RefitSettings
 from nemo_rl_core.workers.devices import describe_worker, device_identity
 from nemo_rl_core.workers.model_sink import ModelSink
 from nemo_rl_core.workers.models import random_model
+from nemo_rl_core.workers.output_head import compute_head_in_float32
 from nemo_rl_core.workers.sampling import RowSampler
 
 __all__ = ["TorchGenerationWorker"]
@@ -57,8 +59,9 @@ class TorchGenerationWorker:
         self.settings = settings
         self.rank, self.world_size = rank, world_size
         self.device = torch.device("cuda", local_rank) if device == "cuda" else torch.device("cpu")
-        self._model = _build(settings.model, self.device)
-        self._tokenizer = build_tokenizer(settings.tokenizer)
+        with local_folders(settings) as local:
+            self._model = _build(local.model, self.device)
+            self._tokenizer = build_tokenizer(local.tokenizer)
         self._max_batch_size = int(settings.options.get("max_batch_size", DEFAULT_MAX_BATCH_SIZE))
         self._stream = torch.Generator().manual_seed(settings.seed * 7919 + rank)
         self._sink = ModelSink(self._model)
@@ -231,6 +234,8 @@ def _build(settings: ModelSettings, device: torch.device) -> PreTrainedModel:
             f"the torch backend cannot decode {type(model).__name__}: its cache holds {', '.join(sorted(kinds))}, from "
             "which finished sequences cannot be taken out; choose another backend"
         )
+    if settings.float32_head:
+        compute_head_in_float32(model)
     return model.to(device).eval().requires_grad_(False)
 
 

@@ -117,7 +117,9 @@ class BigramWorker:
 
     def logprobs(self, logits, sampling):
         """Logprobs by token of what can be drawn, the most likely one first."""
-        scores = self.normal({token: value / (sampling.temperature or 1.0) for token, value in enumerate(logits)})
+        if sampling.temperature == 0:
+            return self.normal(dict(enumerate(logits)))  # nothing is drawn, so nothing is cut
+        scores = self.normal({token: value / sampling.temperature for token, value in enumerate(logits)})
         if sampling.top_k:
             scores = self.normal(dict(list(scores.items())[: sampling.top_k]))
         kept, mass = {}, 0.0

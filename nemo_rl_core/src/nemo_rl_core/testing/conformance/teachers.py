@@ -10,6 +10,7 @@ from nemo_rl_core.protocols.generation import SamplingParams
 from nemo_rl_core.protocols.settings import ModelSettings
 from nemo_rl_core.workers.checkpoint_names import live_tensors, wire_tensors
 from nemo_rl_core.workers.models import random_model
+from nemo_rl_core.workers.output_head import compute_head_in_float32
 from nemo_rl_core.workers.sampling import sampling_logprobs
 
 __all__ = ["HfTeacher", "distribution", "logprob_gaps"]
@@ -33,6 +34,8 @@ class HfTeacher:
         """
         dtype = torch.bfloat16 if settings.precision == "bfloat16" else torch.float32
         self._model = random_model(settings, dtype).eval().requires_grad_(False)
+        if settings.float32_head:
+            compute_head_in_float32(self._model)
         stream = torch.Generator().manual_seed(seed)
         for _, tensor in live_tensors(self._model):
             if tensor.is_floating_point():
