@@ -73,7 +73,7 @@ def test_three_steps_train_with_the_engine_in_its_own_interpreter_and_the_driver
 @pytest.mark.full
 @pytest.mark.timeout(BUILD_LIMIT_S + RUN_LIMIT_S + 60)
 def test_two_replicas_of_the_engine_get_the_same_weights_and_keep_the_order_of_requests(site, tmp_path):
-    """Two engines on one machine. A completion that met another's prompt would show as a mismatch far above 1."""
+    """U50: Two engines on one machine. A completion that met another's prompt would show as a mismatch far above 1."""
     overrides = (
         *("policy.generation.backend=vllm", "grpo.max_num_steps=3", f"run_dir={tmp_path / 'run'}"),
         *("cluster.gpus_per_node=3", "policy.generation.colocated.resources.gpus_per_node=2"),

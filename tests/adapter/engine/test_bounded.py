@@ -59,7 +59,7 @@ def test_what_a_dying_engine_says_itself_comes_before_its_exit_code(engine):
 
 
 def test_a_call_ends_at_its_limit_and_none_is_made_after_it(engine):
-    """The engine is in an unknown state then; its late answer must not be taken for that of another call."""
+    """U51: The engine is in an unknown state then; its late answer must not be taken for that of another call."""
     processes, _ = engine
     waiting = threading.Event()
     with pytest.raises(EngineSilentError, match="did not answer within"):

@@ -142,3 +142,13 @@ def test_the_worker_says_which_engine_generated_and_in_which_interpreter(engine,
     assert python.samefile(described["interpreter"])
     assert described["pid"] == str(engine.process.pid)
     assert engine.call("num_receiving_ranks") == 1
+
+
+def test_no_file_of_the_installed_engine_was_changed(engine, python):
+    """U43: an edit in place would be seen by every engine of the node, and fail where packages are read-only."""
+    environment = python.parents[1]
+    built = (environment / "complete").stat().st_mtime
+    (package,) = environment.glob("lib/python*/site-packages/vllm")
+    sources = list(package.rglob("*.py"))
+    assert len(sources) > 1000
+    assert [str(path) for path in sources if path.stat().st_mtime > built] == []

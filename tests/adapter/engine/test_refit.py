@@ -39,7 +39,7 @@ def test_three_refits_each_equal_a_fresh_engine_that_loaded_the_same_checkpoint(
 
 
 def test_a_prompt_that_was_cached_is_computed_anew_after_a_refit(live, fresh, checkpoints):
-    """R41: the same long prompts twice before the refit, so that the prefix cache is warm, and once after it."""
+    """R41, U48: the same long prompts twice before the refit, so that the prefix cache is warm, and once after it."""
     works(live, checkpoints[0])
     before = [live.generate(greedy()) for _ in range(2)]
     assert [c.token_ids for c in before[0]] == [c.token_ids for c in before[1]]

@@ -62,7 +62,7 @@ def tiny(family):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_what_travels_is_what_transformers_would_write_into_a_checkpoint(family, tmp_path):
-    """Names, shapes and values; an engine's loader reads checkpoints, and fused experts are in none."""
+    """R48, R49: Names, shapes and values; an engine's loader reads checkpoints, and fused experts are in none."""
     model = tiny(family)
     model.save_pretrained(tmp_path)
     saved = load_file(tmp_path / "model.safetensors")

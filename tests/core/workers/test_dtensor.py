@@ -345,7 +345,7 @@ def two_rank_mixture(rank, world_size, store):
 
 
 def test_a_sharded_mixture_of_experts_travels_as_one_tensor_for_each_expert():
-    """transformers keeps the experts of a layer in one tensor, which FSDP2 cuts; an engine's loader knows neither."""
+    """R49: transformers keeps the experts of a layer in one tensor, which FSDP2 cuts; an engine's loader knows neither."""
     (sent, manifest, digest), (others, other_manifest, other_digest) = run_on_ranks(two_rank_mixture, 2)
     plain = Plain(settings_of(model=ModelSettings(hf_config=MIXTURE, max_total_sequence_length=32, seed=3)))
     plain.step(batch_of(), LossSettings())
