@@ -23,7 +23,12 @@ def settings(model: ModelSettings | None = None, **options: object) -> Generatio
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"precision": "float32", "load_format": "dummy"}, {"max_model_len": 16, "tensor_parallel_size": 2}],
+    [
+        {},
+        {"precision": "float32", "load_format": "dummy"},
+        {"max_model_len": 16, "tensor_parallel_size": 2},
+        {"hf_overrides": {"num_attention_heads": 4, "rope_scaling": None}},
+    ],
 )
 def test_settings_that_the_engine_can_run_pass(options):
     check_settings(settings(**options))
@@ -40,6 +45,15 @@ def test_settings_that_the_engine_can_run_pass(options):
         ({"kv_cache_dtype": "fp8"}, r"kv_cache_dtype='fp8' is not there yet"),
         ({"enable_vllm_metrics_logger": True}, r"enable_vllm_metrics_logger=True is not there yet"),
         ({"expert_parallel_size": 2}, r"expert_parallel_size=2 is not there yet"),
+        (
+            {"hf_overrides": {"hidden_size": 256}},
+            r"hf_overrides\.hidden_size=256 .* does not say; .*hf_config_overrides",
+        ),
+        ({"hf_overrides": {"num_attention_heads": 2}}, r"hf_overrides\.num_attention_heads=2 .* whose config has 4;"),
+        (
+            {"hf_overrides": {"rope_theta": 1e6}},
+            r"hf_overrides\.rope_theta=1000000\.0 .* another one than the policy's",
+        ),
     ],
 )
 def test_settings_that_it_cannot_run_are_refused_with_the_key(options, words):

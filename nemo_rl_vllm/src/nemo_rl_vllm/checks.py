@@ -50,8 +50,27 @@ def check_settings(settings: GenerationSettings) -> None:
             "policy.generation.vllm_cfg.hf_overrides.head_dtype is for policy.logits_precision to say, which both sides "
             f"follow; got {options.hf_overrides['head_dtype']!r}; take it out"
         )
+    _check_overrides(options, model)
     _check_lengths(options, model)
     _check_parallel(options, model)
+
+
+def _check_overrides(options: VllmConfig, model: ModelSettings) -> None:
+    """Refuse an engine of another model than the policy's: of other shapes, or of other sums over the same weights.
+
+    The first would be found at the first refit only, a minute later, and the second (``rope_theta``) not at all but as
+    mismatch.
+    """
+    values = _model_values(model)
+    if values is None:
+        return
+    for key, value in options.hf_overrides.items():
+        if values.get(key) != value:
+            told = f"has {values[key]!r}" if key in values else "does not say"
+            raise ConfigError(
+                f"policy.generation.vllm_cfg.hf_overrides.{key}={value!r} would make the engine's model another one than the "
+                f"policy's, whose config {told}; set it in policy.hf_config_overrides, which both sides follow"
+            )
 
 
 def _check_lengths(options: VllmConfig, model: ModelSettings) -> None:
@@ -64,7 +83,7 @@ def _check_lengths(options: VllmConfig, model: ModelSettings) -> None:
             "policy.generation.vllm_cfg.max_model_len must be at least policy.max_total_sequence_length, got "
             f"{limit} and {model.max_total_sequence_length}; raise it, or leave it out"
         )
-    positions = _model_value(options, model, "max_position_embeddings")
+    positions = _model_value(model, "max_position_embeddings")
     if positions is not None and limit > positions:
         raise ConfigError(
             f"policy.generation.vllm_cfg.max_model_len is {limit}, but the model has {positions} positions; lower it"
@@ -75,31 +94,38 @@ def _check_parallel(options: VllmConfig, model: ModelSettings) -> None:
     """Ask that the engine's ranks can share the model out; vLLM pads the vocabulary by itself."""
     ranks = options.tensor_parallel_size
     key = f"policy.generation.vllm_cfg.tensor_parallel_size={ranks}"
-    heads = _model_value(options, model, "num_attention_heads")
+    heads = _model_value(model, "num_attention_heads")
     if heads is not None and heads % ranks:
         raise ConfigError(f"{key} does not divide the model's {heads} attention heads; take a divisor of it")
-    kv_heads = _model_value(options, model, "num_key_value_heads")
+    kv_heads = _model_value(model, "num_key_value_heads")
     if kv_heads is not None and kv_heads % ranks and ranks % kv_heads:
         raise ConfigError(
             f"{key} neither divides the model's {kv_heads} KV heads nor is a multiple of them; take a divisor or a multiple"
         )
     # The dense width of a model of experts may be that of no layer.
-    experts = _model_value(options, model, "moe_intermediate_size")
+    experts = _model_value(model, "moe_intermediate_size")
     width_key = "intermediate_size" if experts is None else "moe_intermediate_size"
-    width = _model_value(options, model, width_key)
+    width = _model_value(model, width_key)
     if width is not None and width % ranks:
         raise ConfigError(f"{key} does not divide the model's {width_key} of {width}; take a divisor of it")
 
 
-def _model_value(options: VllmConfig, model: ModelSettings, key: str) -> int | None:
+def _model_value(model: ModelSettings, key: str) -> int | None:
     """Return a number of the model's config; None where it does not say, and the worker will."""
+    values = _model_values(model)
+    if values is None:
+        return None
+    nested = values.get("text_config")
+    found = values.get(key, nested.get(key) if isinstance(nested, Mapping) else None)
+    return found if isinstance(found, int) else None
+
+
+def _model_values(model: ModelSettings) -> dict[str, Any] | None:
+    """Return what the policy says of the model's config; None where it cannot be read."""
     values: Mapping[str, Any] = model.hf_config or {}
     if model.folder is not None:
         try:
             values = json.loads((Path(model.folder) / "config.json").read_text(encoding="utf-8"))
         except (OSError, UnicodeDecodeError, json.JSONDecodeError):
             return None  # core refuses such a folder in its own words
-    values = {**values, **model.overrides, **options.hf_overrides}
-    nested = values.get("text_config")
-    found = values.get(key, nested.get(key) if isinstance(nested, Mapping) else None)
-    return found if isinstance(found, int) else None
+    return {**values, **model.overrides}

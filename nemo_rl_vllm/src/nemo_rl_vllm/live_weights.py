@@ -189,11 +189,18 @@ def _part(model: nn.Module, checkpoint_name: str, name: str, layout: Layout) -> 
 
 
 def _stacked_names(model: nn.Module) -> dict[str, list[tuple[str, Any]]]:
-    """Return, for each piece of a live name that stands for several checkpoint tensors, their pieces and shards."""
+    """Return, for each piece of a live name that stands for several checkpoint tensors, their pieces and shards.
+
+    A model may inherit the mapper of one whose checkpoints have these layers in pieces (Phi-3 does, of Llama) and say
+    beside it that its own have them whole.
+    """
     mapper = getattr(model, "hf_to_vllm_mapper", None)
+    packed: Any = getattr(model, "packed_modules_mapping", None) or {}
     found: dict[str, list[tuple[str, Any]]] = {}
     for source, (target, shard) in getattr(mapper, "orig_to_new_stacked", {}).items():
-        found.setdefault(target, []).append((source, shard))
+        layer = target.strip(".")
+        if list(packed.get(layer, ())) != [layer]:
+            found.setdefault(target, []).append((source, shard))
     return found
 
 

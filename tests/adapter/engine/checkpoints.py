@@ -41,6 +41,8 @@ FAMILIES: Mapping[str, Mapping[str, Any]] = {
     "qwen2_tied": {**_QWEN2, "tie_word_embeddings": True},
     "llama": {**_BASE, "model_type": "llama"},
     "llama_tied": {**_BASE, "model_type": "llama", "tie_word_embeddings": True},
+    # Its checkpoint has q, k and v in one tensor, and gate and up in another.
+    "phi3": {**_QWEN2, "model_type": "phi3", "pad_token_id": 0},
 }
 
 

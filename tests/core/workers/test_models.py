@@ -10,6 +10,7 @@ from nemo_rl_core.workers.models import (
     LogprobModel,
     build_model,
     check_logprobs,
+    check_model,
     load_config,
     random_model,
 )
@@ -156,6 +157,14 @@ def test_a_folder_round_trips_and_its_faults_are_named(tmp_path):
 def test_impossible_models_are_refused(settings, message):
     with pytest.raises(ModelError, match=message):
         load_config(settings)
+
+
+def test_kv_heads_that_do_not_divide_the_heads_are_refused_before_any_worker_starts():
+    """U6: transformers builds such a model; its first forward pass would be the first to fail."""
+    check_model(ModelSettings(hf_config=MODEL, max_total_sequence_length=16), VOCAB)
+    given = ModelSettings(hf_config=MODEL, overrides={"num_key_value_heads": 3}, max_total_sequence_length=16)
+    with pytest.raises(ModelError, match="multiple of num_key_value_heads, got 4 and 3"):
+        check_model(given, VOCAB)
 
 
 def test_a_policy_needs_a_positive_temperature():

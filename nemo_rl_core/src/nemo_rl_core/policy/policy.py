@@ -7,6 +7,7 @@ import torch
 
 from nemo_rl_core.data.batched_data_dict import BatchedDataDict
 from nemo_rl_core.errors import DataError, StateError
+from nemo_rl_core.fp8.calibration import DEFAULT_MARGIN, check_calibration
 from nemo_rl_core.objectives.losses import LossSettings
 from nemo_rl_core.protocols.workers import WorkerFuture, WorkerGroup
 from nemo_rl_core.refit.settings import RefitSettings
@@ -63,6 +64,48 @@ class Policy:
             future = self._group.run_all_workers_multiple_data("train", data=shards, common_kwargs={"loss": loss})
             steps.append(future.get_results()[0])
         return {name: sum(step[name] for step in steps) / len(steps) for name in steps[0]}
+
+    def calibrate_qkv_fp8_scales(
+        self,
+        batch: BatchedDataDict,
+        *,
+        percentile: float = 100.0,
+        margin: float = DEFAULT_MARGIN,
+        include_q: bool = False,
+    ) -> dict[str, Any]:
+        """Calibrate the FP8 scales of the KV cache, and of queries if asked for, on a batch's real tokens.
+
+        Args:
+            batch: ``input_ids`` [B, S] and ``input_lengths`` [B]; take prompts with responses.
+            percentile: Of the magnitudes of all activations of a layer and kind; 100 is their maximum.
+            margin: Headroom over it, from 1.
+            include_q: Give ``q_scale`` too, which vLLM reads on Hopper.
+
+        Returns:
+            ``format`` ("fp8"), ``percentile``, ``margin``; ``layers``, which is ``layer_<number>`` to ``k_scale``,
+            ``v_scale`` (and ``q_scale``), as ``convert_calibration_to_vllm_format`` takes it; ``amax`` of q, k and v;
+            ``rates``, the shares of saturated and of subnormal values on this batch.
+
+        Raises:
+            DataError: If the batch is empty, or percentile or margin is out of range.
+            WorkerError: If a layer saw no token or has activations that are not finite; the cause names it.
+        """
+        check_calibration(percentile, margin)
+        if not batch.size:
+            raise DataError("calibration needs at least one sequence, got an empty batch")
+        columns = BatchedDataDict({name: batch[name] for name in LOGPROB_COLUMNS})
+        # Rows that fill up have no tokens, so that nothing is counted twice.
+        filling = -columns.size % self.world_size
+        padded = columns.select_indices(list(range(columns.size)) + [columns.size - 1] * filling)
+        lengths = padded.tensor("input_lengths").clone()
+        lengths[columns.size :] = 0
+        padded["input_lengths"] = lengths
+        kwargs = {"percentile": percentile, "margin": margin, "include_q": include_q}
+        shards = padded.shard_by_batch_size(self.world_size)
+        future = self._group.run_all_workers_multiple_data(
+            "calibrate_qkv_fp8_scales", data=shards, common_kwargs=kwargs
+        )
+        return future.get_results()[0]
 
     def open_refit_listener(self, num_receivers: int, settings: RefitSettings) -> str:
         """Let train rank 0 listen for receivers; return its ``host:port``."""

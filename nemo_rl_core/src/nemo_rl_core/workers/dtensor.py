@@ -14,8 +14,10 @@ from torch.distributed.tensor import DTensor
 
 from nemo_rl_core.data.batched_data_dict import BatchedDataDict
 from nemo_rl_core.errors import StateError
+from nemo_rl_core.fp8.calibration import DEFAULT_MARGIN, ActivationObserver, check_calibration
 from nemo_rl_core.objectives.losses import LossSettings
 from nemo_rl_core.refit.settings import RefitSettings
+from nemo_rl_core.workers.calibration import add_up_observers, calibration_passes, observe_attention
 from nemo_rl_core.workers.checkpoint_names import CheckpointNames
 from nemo_rl_core.workers.devices import describe_worker, device_identity
 from nemo_rl_core.workers.models import LogprobModel, build_model, check_logprobs, empty_model
@@ -132,6 +134,38 @@ class DTensorPolicyWorker:
         if self._scheduler is not None:
             self._scheduler.step()
         return {**self._add_up(shares), "grad_norm": grad_norm, "lr": float(lr), "num_tokens": totals.num_tokens}
+
+    def calibrate_qkv_fp8_scales(
+        self,
+        data: BatchedDataDict,
+        *,
+        percentile: float = 100.0,
+        margin: float = DEFAULT_MARGIN,
+        include_q: bool = False,
+    ) -> dict[str, Any]:
+        """Calibrate FP8 scales on this rank's rows; see ``Policy.calibrate_qkv_fp8_scales``.
+
+        Returns:
+            The result over all ranks, the same on each.
+        """
+        check_calibration(percentile, margin)
+        batching = self.settings.batching
+        data = data.to(self.device)
+        lengths = data.tensor("input_lengths").tolist()
+        plan = equal_plan(lengths, batching.logprob_batch_size, batching.logprob_mb_tokens, self._mesh.get_group())
+        observer = ActivationObserver()
+        with observe_attention(self._model.model, observer):
+            calibration_passes(self._model, data, plan, observer)
+        seen = add_up_observers(observer, self.device)
+        scales = seen.scales(percentile=percentile, margin=margin, include_q=include_q)
+        return {
+            "format": "fp8",
+            "percentile": percentile,
+            "margin": margin,
+            "layers": scales,
+            "amax": seen.amax(),
+            "rates": seen.rates(scales),
+        }
 
     # -- refit ---------------------------------------------------------------------------------------------------
 

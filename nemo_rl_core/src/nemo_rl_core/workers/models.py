@@ -85,6 +85,13 @@ def check_model(settings: ModelSettings, tokenizer_size: int) -> None:
             "policy.model_name and policy.hf_config_overrides"
         ) from error
     CheckpointNames(model)
+    heads, kv_heads = (getattr(config, key, None) for key in ("num_attention_heads", "num_key_value_heads"))
+    if isinstance(heads, int) and isinstance(kv_heads, int) and kv_heads and heads % kv_heads:
+        # transformers builds such a model, and fails in its first forward pass.
+        raise ModelError(
+            f"num_attention_heads must be a multiple of num_key_value_heads, got {heads} and {kv_heads}; see "
+            "policy.hf_config, policy.model_name and policy.hf_config_overrides"
+        )
     if settings.float32_head:
         compute_head_in_float32(model)
     if config.vocab_size < tokenizer_size:
