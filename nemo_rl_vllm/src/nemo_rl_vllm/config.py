@@ -19,7 +19,7 @@ class VllmConfig(BaseModel):
         gpu_memory_utilization: Share of a GPU's memory that the engine may use, in (0, 1].
         max_model_len: Longest prompt plus completion, in tokens; None takes the policy's
             ``max_total_sequence_length``.
-        skip_tokenizer_init: Leave the tokenizer out of the engine; None means: where no stop strings are used.
+        skip_tokenizer_init: Leave the tokenizer out of the engine, which then refuses stop strings; None loads it.
         async_engine: Use the asynchronous engine.
         load_format: How the engine gets its first weights: ``dummy`` waits for the first refit; None means ``dummy``
             in training and ``auto`` otherwise.

@@ -19,6 +19,7 @@ from nemo_rl_core.distributed.environments import (
     resolve_environment,
 )
 from nemo_rl_core.errors import ClusterError, ConfigError, EnvironmentLookupError
+from tests.adapter.places import interpreter_with
 
 POLICY = "nemo_rl_core.workers.dtensor.DTensorPolicyWorker"
 SYSTEM = {"NEMO_RL_PY_EXECUTABLES_SYSTEM": "1"}
@@ -165,6 +166,22 @@ def test_a_module_that_is_present_and_broken_is_found_by_importing_it():
     assert "no_such_engine" in report.failed_imports["no_such_engine"]
     with pytest.raises(ClusterError, match="import no_such_engine: ModuleNotFoundError"):
         require_compatible(report, current_interpreter(), environment="fsdp")
+
+
+def test_an_environment_whose_packages_somebody_has_deleted_is_damaged_though_its_metadata_is_whole(tmp_path):
+    """Only what the metadata lists as a package counts; what lists no files, an editable installation say, is whole."""
+    python = interpreter_with(tmp_path / "venv", gone="1.0", whole="2.0", editable="3.0")
+    site = next((tmp_path / "venv").glob("lib/python*/site-packages"))
+    for name, version in (("gone", "1.0"), ("whole", "2.0")):
+        record = f"{name}/__init__.py,,\n{name}/deep/__init__.py,,\n{name}-{version}.dist-info/METADATA,,\n"
+        (site / f"{name}-{version}.dist-info" / "RECORD").write_text(record)
+    (site / "whole").mkdir()
+    (site / "whole" / "__init__.py").touch()
+    report = probe_interpreter(python, deadline_s=60, distributions=("gone", "whole", "editable"))
+    assert report.damaged == {"gone": "gone/__init__.py"}
+    words = "is damaged: gone 1.0 lacks gone/__init__.py; install it anew .* nemo-rl env build vllm-cpu"
+    with pytest.raises(ClusterError, match=words):
+        require_compatible(report, current_interpreter(), environment="vllm-cpu")
 
 
 def test_an_environment_without_core_is_refused_by_name(interpreter_without_core):

@@ -125,6 +125,7 @@ class InterpreterReport:
         versions: Installed version of each reported distribution; absent ones are left out.
         modules: For each module asked for, whether it can be found (a probe, no import).
         failed_imports: For each module that was to be imported and failed: the reason.
+        damaged: For each of the distributions whose files are gone: the first that is.
     """
 
     python: str
@@ -132,6 +133,7 @@ class InterpreterReport:
     versions: Mapping[str, str]
     modules: Mapping[str, bool] = field(default_factory=dict)
     failed_imports: Mapping[str, str] = field(default_factory=dict)
+    damaged: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def python_minor(self) -> str:
@@ -325,9 +327,15 @@ def require_compatible(
         node: Address of its node, where it was asked there; "" for this machine.
 
     Raises:
-        ClusterError: If one differs or is missing; the message names both sides.
+        ClusterError: If one differs, is missing or damaged; the message names both sides.
     """
     where = place_of(report, environment, node)
+    if report.damaged:
+        gone = "; ".join(f"{name} {report.versions[name]} lacks {file}" for name, file in report.damaged.items())
+        raise ClusterError(
+            f"{where} is damaged: {gone}; install it anew there (an environment that was built: nemo-rl env remove "
+            f"{environment}, then nemo-rl env build {environment})"
+        )
     if "nemo-rl-core" not in report.versions:
         raise ClusterError(
             f"{where} has no nemo-rl-core, so its workers could not be guarded or started; install the driver's "

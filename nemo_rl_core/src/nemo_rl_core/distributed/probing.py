@@ -22,12 +22,18 @@ _PROBE = """\
 import importlib, importlib.util, json, platform, sys
 from importlib import metadata
 asked = json.loads(sys.argv[1])
-versions, modules, failed = {}, {}, {}
+versions, modules, failed, damaged = {}, {}, {}, {}
 for name in asked["distributions"]:
     try:
-        versions[name] = metadata.version(name)
+        found = metadata.distribution(name)
     except metadata.PackageNotFoundError:
-        pass
+        continue
+    versions[name] = found.version
+    # The metadata outlives a folder that somebody has deleted. Packages alone are looked for: there are a few of them.
+    packages = [file for file in found.files or () if len(file.parts) == 2 and file.name == "__init__.py"]
+    gone = [str(file) for file in packages if not file.locate().exists()]
+    if gone:
+        damaged[name] = gone[0]
 for name in asked["modules"]:
     try:
         modules[name] = importlib.util.find_spec(name) is not None
@@ -39,7 +45,7 @@ for name in asked["imports"]:
     except BaseException as error:
         failed[name] = f"{type(error).__name__}: {error}"
 print("\\n" + json.dumps({"python_version": platform.python_version(), "versions": versions, "modules": modules,
-                          "failed_imports": failed}))
+                          "failed_imports": failed, "damaged": damaged}))
 """
 
 
