@@ -1,5 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 import os
+import signal
+
+# A shell starts its background jobs with Ctrl-C ignored, which every child would inherit; the tests that send one would
+# then wait for nothing.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Before torch is imported anywhere: several test processes share two cores.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
