@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -34,6 +35,16 @@ def site() -> dict[str, str]:
     return env
 
 
+def trained(
+    config: Path, folder: Path, *overrides: str, env: dict[str, str], limit_s: float = RUN_LIMIT_S
+) -> list[dict[str, Any]]:
+    """Train with the engine and return the rows of the metrics."""
+    given = ("policy.generation.backend=vllm", f"run_dir={folder}", *overrides)
+    done = nemo_rl("train", str(config), *given, env=env, limit_s=limit_s)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+    return read_metrics(folder)
+
+
 @pytest.mark.full
 @pytest.mark.timeout(BUILD_LIMIT_S + 60)
 def test_the_built_environment_is_listed_with_the_engine_that_it_holds(site):
@@ -51,10 +62,7 @@ def test_the_built_environment_is_listed_with_the_engine_that_it_holds(site):
 def test_three_steps_train_with_the_engine_in_its_own_interpreter_and_the_driver_without_it(site, tmp_path):
     """U1, U8, U30, U40, U46, R1: two torches, one refit after each step, logprobs of both sides agree."""
     assert importlib.util.find_spec("vllm") is None
-    overrides = ("policy.generation.backend=vllm", "grpo.max_num_steps=3", f"run_dir={tmp_path / 'run'}")
-    done = nemo_rl("train", str(TINY), *overrides, env=site, limit_s=RUN_LIMIT_S)
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
-    rows = read_metrics(tmp_path / "run")
+    rows = trained(TINY, tmp_path / "run", "grpo.max_num_steps=3", env=site)
     assert [row["generation/weight_version"] for row in rows] == [0, 0, 1, 2]
     assert all(row["train/token_mult_prob_error"] < 1.05 for row in rows[1:])
     assert len({row["refit/digest"] for row in rows}) == 4
@@ -75,12 +83,10 @@ def test_three_steps_train_with_the_engine_in_its_own_interpreter_and_the_driver
 def test_two_replicas_of_the_engine_get_the_same_weights_and_keep_the_order_of_requests(site, tmp_path):
     """U50: Two engines on one machine. A completion that met another's prompt would show as a mismatch far above 1."""
     overrides = (
-        *("policy.generation.backend=vllm", "grpo.max_num_steps=3", f"run_dir={tmp_path / 'run'}"),
+        "grpo.max_num_steps=3",
         *("cluster.gpus_per_node=3", "policy.generation.colocated.resources.gpus_per_node=2"),
     )
-    done = nemo_rl("train", str(TINY), *overrides, env=site, limit_s=RUN_LIMIT_S)
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
-    rows = read_metrics(tmp_path / "run")
+    rows = trained(TINY, tmp_path / "run", *overrides, env=site)
     assert [row["generation/weight_version"] for row in rows] == [0, 0, 1, 2]
     # A refit has ended when every replica has reported the digest that was sent, of its live weights.
     assert len({row["refit/digest"] for row in rows}) == 4
@@ -100,13 +106,10 @@ def test_two_replicas_of_the_engine_get_the_same_weights_and_keep_the_order_of_r
 def test_a_replica_of_two_ranks_takes_two_slots_and_both_ranks_get_the_weights(site, tmp_path):
     """U30: one worker of two slots; a rank without the weights would show in the digest and in the mismatch."""
     overrides = (
-        *("policy.generation.backend=vllm", "policy.generation.vllm_cfg={tensor_parallel_size: 2}"),
-        *("grpo.max_num_steps=2", f"run_dir={tmp_path / 'run'}"),
+        *("policy.generation.vllm_cfg={tensor_parallel_size: 2}", "grpo.max_num_steps=2"),
         *("cluster.gpus_per_node=3", "policy.generation.colocated.resources.gpus_per_node=2"),
     )
-    done = nemo_rl("train", str(TINY), *overrides, env=site, limit_s=RUN_LIMIT_S)
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
-    rows = read_metrics(tmp_path / "run")
+    rows = trained(TINY, tmp_path / "run", *overrides, env=site)
     assert [row["generation/weight_version"] for row in rows] == [0, 0, 1]
     assert all(row["train/token_mult_prob_error"] < 1.01 for row in rows[1:])
     assert len({row["refit/digest"] for row in rows}) == 3
@@ -122,12 +125,9 @@ def test_a_mixture_of_experts_trains_with_the_engine(site, tmp_path):
     overrides = (
         *("policy.hf_config.model_type=qwen3_moe", "policy.hf_config.num_experts=4"),
         *("policy.hf_config.num_experts_per_tok=2", "policy.hf_config.moe_intermediate_size=128"),
-        *("policy.generation.backend=vllm", "policy.generation.vllm_cfg.enforce_eager=true"),
-        *("grpo.max_num_steps=3", f"run_dir={tmp_path / 'run'}"),
+        *("policy.generation.vllm_cfg.enforce_eager=true", "grpo.max_num_steps=3"),
     )
-    done = nemo_rl("train", str(TINY), *overrides, env=site, limit_s=RUN_LIMIT_S)
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
-    rows = read_metrics(tmp_path / "run")
+    rows = trained(TINY, tmp_path / "run", *overrides, env=site)
     assert [row["generation/weight_version"] for row in rows] == [0, 0, 1, 2]
     assert len({row["refit/digest"] for row in rows}) == 4
     assert all(row["train/token_mult_prob_error"] < 1.01 for row in rows[1:])
@@ -147,12 +147,11 @@ def test_real_weights_train_with_the_engine_as_close_as_the_preset_says(site, tm
     """SmolLM2; the bounds of bfloat16 are what was measured and a little more: the rest is that model's own rounding."""
     subprocess.run([sys.executable, str(SMOLLM2 / "prepare.py")], check=True, timeout=900)
     given = (
-        *(f"policy.model_name={SMOLLM2 / 'model'}", "policy.generation.backend=vllm", "grpo.max_num_steps=2"),
-        *("grpo.val_period=0", "grpo.val_at_start=false", f"run_dir={tmp_path / 'run'}", *overrides),
+        *(f"policy.model_name={SMOLLM2 / 'model'}", "grpo.max_num_steps=2", "grpo.val_period=0"),
+        *("grpo.val_at_start=false", *overrides),
     )
-    done = nemo_rl("train", str(SMOLLM2 / "grpo_arithmetic.yaml"), *given, env=site, limit_s=2 * RUN_LIMIT_S)
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
-    rows = read_metrics(tmp_path / "run")[1:]
+    config, limit_s = SMOLLM2 / "grpo_arithmetic.yaml", 2 * RUN_LIMIT_S
+    rows = trained(config, tmp_path / "run", *given, env=site, limit_s=limit_s)[1:]
     print([(row["train/logprob_gap_p999"], row["train/token_mult_prob_error"]) for row in rows])
     assert all(0 < row["train/logprob_gap_p999"] <= gap for row in rows)
     assert all(row["train/token_mult_prob_error"] < mismatch for row in rows)

@@ -338,7 +338,7 @@ def two_rank_mixture(rank, world_size, store):
     worker = DTensorPolicyWorker(settings_of(model=model), rank=rank, world_size=world_size, store=store)
     worker.train(batch_of().shard_by_batch_size(world_size)[rank], LossSettings())
     source = worker._weights()
-    sent = [(name, tensor.clone()) for name, tensor in source._tensors()]
+    sent = [(name, tensor.clone()) for name, tensor in source._as_sent(source._gathered())]
     answer = sent, source.manifest().to_json(), worker.weights_digest()
     worker.shutdown()
     return answer

@@ -93,15 +93,13 @@ class Policy:
         check_calibration(percentile, margin)
         if not batch.size:
             raise DataError("calibration needs at least one sequence, got an empty batch")
-        columns = BatchedDataDict({name: batch[name] for name in LOGPROB_COLUMNS})
+        filled = self._filled(batch)
         # Rows that fill up have no tokens, so that nothing is counted twice.
-        filling = -columns.size % self.world_size
-        padded = columns.select_indices(list(range(columns.size)) + [columns.size - 1] * filling)
-        lengths = padded.tensor("input_lengths").clone()
-        lengths[columns.size :] = 0
-        padded["input_lengths"] = lengths
+        lengths = filled.tensor("input_lengths").clone()
+        lengths[batch.size :] = 0
+        filled["input_lengths"] = lengths
         kwargs = {"percentile": percentile, "margin": margin, "include_q": include_q}
-        shards = padded.shard_by_batch_size(self.world_size)
+        shards = filled.shard_by_batch_size(self.world_size)
         future = self._group.run_all_workers_multiple_data(
             "calibrate_qkv_fp8_scales", data=shards, common_kwargs=kwargs
         )
@@ -134,9 +132,13 @@ class Policy:
         self._group.shutdown()
 
     def _score(self, method: str, batch: BatchedDataDict) -> torch.Tensor:
-        """Run a logprob pass; a batch that does not divide is filled up with copies of its last row."""
-        columns = BatchedDataDict({name: batch[name] for name in LOGPROB_COLUMNS})
-        rows = list(range(columns.size)) + [columns.size - 1] * (-columns.size % self.world_size)
-        shards = columns.select_indices(rows).shard_by_batch_size(self.world_size)
+        """Run a logprob pass."""
+        shards = self._filled(batch).shard_by_batch_size(self.world_size)
         results = self._group.run_all_workers_multiple_data(method, data=shards).get_results()
         return torch.cat(results)[: batch.size]
+
+    def _filled(self, batch: BatchedDataDict) -> BatchedDataDict:
+        """Return what a forward pass needs of a batch, filled up with copies of its last row to a multiple of the ranks."""
+        columns = BatchedDataDict({name: batch[name] for name in LOGPROB_COLUMNS})
+        rows = list(range(columns.size)) + [columns.size - 1] * (-columns.size % self.world_size)
+        return columns.select_indices(rows)

@@ -69,15 +69,15 @@ class WeightSource:
         outcome = self._rank_zero_says(lambda: self._open(version))
         if isinstance(outcome, NemoRLError):
             raise outcome
-        tensors = self._tensors()
-        outcome = self._rank_zero_says(lambda: self._transfer(tensors), meanwhile=lambda: _drain(tensors))
+        gathered = self._gathered()
+        outcome = self._rank_zero_says(lambda: self._transfer(gathered), meanwhile=lambda: _drain(gathered))
         if isinstance(outcome, NemoRLError):
             raise outcome
         return outcome
 
     def digest(self) -> str:
         """Return the digest of the gathered weights; every rank takes part."""
-        return set_digest(self.manifest(), digests_of(self._tensors()))
+        return set_digest(self.manifest(), digests_of(self._as_sent(self._gathered())))
 
     def close(self) -> None:
         """Close the listener; calling it twice is fine."""
@@ -85,8 +85,12 @@ class WeightSource:
             self._sender.close()
             self._sender = None
 
-    def _tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        for name, tensor in full_tensors(live_tensors(self._model), self._dtype):
+    def _gathered(self) -> Iterator[tuple[str, torch.Tensor]]:
+        return full_tensors(live_tensors(self._model), self._dtype)
+
+    def _as_sent(self, gathered: Iterator[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+        """Bring gathered tensors into a checkpoint's form, each when it is asked for: whoever drops them need not."""
+        for name, tensor in gathered:
             yield from self._names.parts(name, tensor)
 
     def _open(self, version: int) -> None:
@@ -94,12 +98,12 @@ class WeightSource:
             raise StateError("send_weights was called before open_refit_listener")
         self._sender.open(self.manifest(), version)
 
-    def _transfer(self, tensors: Iterator[tuple[str, torch.Tensor]]) -> dict[str, Any]:
+    def _transfer(self, gathered: Iterator[tuple[str, torch.Tensor]]) -> dict[str, Any]:
         assert self._sender is not None
         try:
-            return asdict(self._sender.transfer(tensors))
+            return asdict(self._sender.transfer(self._as_sent(gathered)))
         finally:
-            _drain(tensors)
+            _drain(gathered)
 
     def _rank_zero_says(self, act: Any, meanwhile: Any = None) -> Any:
         """Run ``act`` on rank 0 and ``meanwhile`` elsewhere; return rank 0's result or error on every rank."""
