@@ -2,6 +2,8 @@
 """FP8 calibration: what an observer keeps, against plain numpy-like arithmetic, cut and merged in every way."""
 
 import math
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -155,3 +157,14 @@ def test_a_call_without_known_tokens_or_with_other_shapes_is_refused():
         observer.observe(0, *acts[0])
     with observer.tokens(real[:, :4]), pytest.raises(ModelError, match="without a KV cache"):
         observer.observe(0, *acts[0])
+
+
+def test_observing_on_the_cpu_loads_no_cuda_bindings():
+    code = (
+        "import sys, torch\nbefore = set(sys.modules)\nfrom nemo_rl_core.fp8.calibration import ActivationObserver\n"
+        "observer, x = ActivationObserver(), torch.ones(1, 1, 1, 1)\n"
+        "with observer.tokens(torch.ones(1, 1)):\n    observer.observe(0, x, x, x)\n"
+        "print(sorted(m for m in set(sys.modules) - before if m.startswith('cuda')))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
+    assert done.stdout.strip() == "[]"

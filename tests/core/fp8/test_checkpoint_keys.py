@@ -16,13 +16,16 @@ STANDARD = (
     *("LlamaForCausalLM", "Phi3ForCausalLM", "GraniteForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"),
     *("Qwen3MoeForCausalLM", "MixtralForCausalLM", "Glm4MoeForCausalLM"),
 )
+GLM = ("Glm4MoeForCausalLM",)
+STANDARD_BUT_GLM = tuple(name for name in STANDARD if name not in GLM)
 OSS, NEMOTRON, GPT2 = ("GptOssForCausalLM",), ("NemotronHForCausalLM",), ("GPT2LMHeadModel",)
 QWEN3_5, NEXT = ("Qwen3_5ForConditionalGeneration",), ("Qwen3NextForCausalLM",)
 VISION = ("Qwen3VLForConditionalGeneration", "Gemma3ForConditionalGeneration", "LlavaForConditionalGeneration")
 OLD_PREFIX = ("Qwen2_5_VLForConditionalGeneration", "Llama4ForConditionalGeneration")
 MLA, WHISPER, OPT = ("DeepseekV3ForCausalLM",), ("WhisperForConditionalGeneration",), ("OPTForCausalLM",)
 STACKED = ("GemmaForCausalLM", "Gemma2ForCausalLM", "Gemma3ForCausalLM", "FalconH1ForCausalLM")
-SHARED, BLOOM = ("Gemma3nForCausalLM", "Gemma4ForCausalLM"), ("FalconForCausalLM", "BloomForCausalLM")
+SHARED, BLOOM = ("Gemma3nForCausalLM", "Gemma4ForCausalLM"), ("BloomForCausalLM",)
+FALCON, JAMBA = ("FalconForCausalLM",), ("JambaForCausalLM",)
 FP8, MODELOPT, TENSORS = "fp8", "modelopt", "compressed-tensors"
 A, LIVE = "model.layers.0.self_attn", "model.layers.0.self_attn.attn"
 ALL = (FP8, MODELOPT, TENSORS)
@@ -46,7 +49,8 @@ ROWS: dict[int, list[tuple]] = {
         (STANDARD, f"{A}.qkqkv_proj.v_scale", ALL, "loads", f"{LIVE}.v_scale"),
     ],
     10: [(STANDARD, f"{A}.kv_scale", ALL, "loads", f"{LIVE}.k_scale")],
-    11: [(STANDARD, f"{LIVE}.kv_scale", ALL, "dropped", None)],
+    # Only the mapper was run for this row; the whole loader goes on to raise.
+    11: [(STANDARD, f"{LIVE}.kv_scale", ALL, "refused", None)],
     12: [(STANDARD, f"{A}.prob_scale", ALL, "refused", None)],
     13: [
         (STANDARD, f"{LIVE}.prob_scale", (FP8, MODELOPT), "loads", f"{LIVE}.prob_scale"),
@@ -61,9 +65,16 @@ ROWS: dict[int, list[tuple]] = {
         (STANDARD, f"{A}.k_cache.scale", ALL, "loads", f"{LIVE}.k_scale"),
         (STANDARD, f"{A}.v_cache.scale", ALL, "loads", f"{LIVE}.v_scale"),
     ],
-    16: [(STANDARD, f"{A}.k_zero_point", (FP8, TENSORS), "dropped", None)],
+    16: [
+        (STANDARD_BUT_GLM, f"{A}.k_zero_point", (FP8, TENSORS), "dropped", None),
+        (GLM, f"{A}.k_zero_point", (FP8,), "refused", None),
+        (GLM, f"{A}.k_zero_point", (TENSORS,), "dropped", None),
+    ],
     17: [(STANDARD, f"{LIVE}._k_scale", ALL, "stale", None)],
-    18: [(STANDARD, "model.layers.9.self_attn.k_scale", ALL, "refused", None)],
+    18: [
+        (STANDARD_BUT_GLM, "model.layers.9.self_attn.k_scale", ALL, "refused", None),
+        (GLM, "model.layers.9.self_attn.k_scale", ALL, "unknown", None),
+    ],
     19: [
         (OSS, f"{A}.k_scale", ALL, "loads", "model.layers.0.attn.attn.k_scale"),
         (OSS, f"{A}.attn.q_scale", ALL, "loads", "model.layers.0.attn.attn.q_scale"),
@@ -94,14 +105,15 @@ ROWS: dict[int, list[tuple]] = {
     26: [(GPT2, "transformer.h.0.attn.k_scale", ALL, "refused", None)],
     27: [(GPT2, "transformer.h.0.attn.attn.k_scale", ALL, "loads", "transformer.h.0.attn.attn.k_scale")],
     28: [
-        (
-            BLOOM,
-            f"transformer.h.0.self_attention.{form}k_scale",
-            ALL,
-            "loads",
-            "transformer.h.0.self_attention.attn.k_scale",
-        )
+        (families, f"{path}.{form}k_scale", configs, fate, f"{path}.attn.k_scale" if fate == "loads" else None)
+        for path in ("transformer.h.0.self_attention",)
         for form in ("", "attn.")
+        for families, configs, fate in (
+            (BLOOM, ALL, "loads"),
+            (FALCON, (TENSORS,), "loads"),
+            # The key is taken, and the cache is not FP8.
+            (FALCON, (FP8, MODELOPT), "dropped"),
+        )
     ],
     29: [
         (
@@ -122,7 +134,7 @@ ROWS: dict[int, list[tuple]] = {
     ],
     30: [
         *(
-            (MLA, f"{A}.{form}", (MODELOPT,), "dropped", None)
+            (MLA, f"{A}.{form}", (MODELOPT, TENSORS), "dropped", None)
             for form in (
                 *("k_scale", "k_proj.k_scale", "attn.k_scale", "kv_b_proj.k_scale", "kv_scale"),
                 "mla_attn.mla_attn.k_scale",
@@ -132,7 +144,7 @@ ROWS: dict[int, list[tuple]] = {
     ],
     31: [
         *((MLA, f"{A}.{form}k_scale", (FP8,), "dropped", None) for form in ("", "attn.", "mla_attn.mla_attn.")),
-        *((MLA, f"{A}.{form}prob_scale", (FP8,), "refused", None) for form in ("", "mla_attn.mla_attn.")),
+        *((MLA, f"{A}.{form}prob_scale", (FP8, TENSORS), "refused", None) for form in ("", "mla_attn.mla_attn.")),
     ],
     32: [
         (VISION, "model.language_model.layers.0.self_attn.k_scale", ALL, "loads", f"language_model.{LIVE}.k_scale"),
@@ -176,12 +188,19 @@ def test_a_key_has_the_fate_that_was_observed(seen: tuple) -> None:
             assert found.why
 
 
-@pytest.mark.parametrize("architecture", [name for name in CONFIGS if name not in (*MLA, "JambaForCausalLM")])
+@pytest.mark.parametrize("form", ["attn.k_scale", "self_attn.v_scale", "self_attn.attn.q_scale"])
+def test_jamba_takes_no_scale_under_any_name(form: str) -> None:
+    """Q7: its attention is built without the config that makes scale parameters."""
+    for config in ALL:
+        assert fate_of_key(f"model.layers.2.{form}", description_of(*JAMBA), config=config).fate == "refused"
+
+
+@pytest.mark.parametrize("architecture", [name for name in CONFIGS if name not in (*MLA, *JAMBA)])
 def test_a_live_name_loads_as_it_is(architecture: str) -> None:
     """Q6: row 37, the names that we send are fixed points of the loader."""
     model = description_of(architecture)
     for name in model.checkpoint_names(include_q=True):
-        found = fate_of_key(name, model)
+        found = fate_of_key(name, model, config=TENSORS)
         assert (found.fate, found.target) == ("loads", name)
 
 

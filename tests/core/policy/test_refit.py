@@ -31,8 +31,9 @@ class Policy:
     def open_refit_listener(self, num_receivers, settings):
         return f"host:{num_receivers}"
 
-    def start_sending(self, version):
+    def start_sending(self, version, kv_scales=None):
         self.versions.append(version)
+        self.kv_scales = kv_scales
         return self.side
 
 

@@ -25,6 +25,12 @@ Build the environments that workers run in, e.g. the engine's for machines witho
 by default below the user's cache.
 """
 
+_CALIBRATE = """\
+Run a model over texts and write a checkpoint that vLLM serves with an FP8 KV cache: the model's weights (linked, or
+copied), a scale for keys and one for values of each attention module, kv_scales.json, report.md and scales.svg. Texts
+should be what will be served: prompts with responses. Runs in this process, on a GPU where there is one.
+"""
+
 _AUDIT = """\
 Import every module of an installed package, each in a process of its own, and say
 which of them load or ask for a forbidden module, who asked first, and how long each
@@ -89,6 +95,7 @@ def _parser() -> argparse.ArgumentParser:
     backends = commands.add_parser("backends", help="list generation backends", description=_BACKENDS)
     backends.add_argument("--check", action="store_true", help="also import what a worker needs, in its environment")
     backends.add_argument("--json", action="store_true", help="print JSON")
+    _add_calibrate(commands)
     _add_env(commands)
     _add_firewall(commands)
     return parser
@@ -119,6 +126,48 @@ def _add_env(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") ->
         description="Remove all builds of an environment, old ones too. Runs that use it fail.",
     )
     remove.add_argument("name", metavar="NAME", help="a declared environment")
+
+
+def _add_calibrate(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    calibrate = commands.add_parser("calibrate", help="add FP8 KV cache scales to a checkpoint", description=_CALIBRATE)
+    calibrate.add_argument("model", metavar="MODEL", help="a local HF folder with safetensors; it is not changed")
+    calibrate.add_argument(
+        "--data",
+        metavar="FILE",
+        required=True,
+        help='.jsonl with "text", with "prompt" and "response", or with "input_ids" on each line; or .txt, a text a line',
+    )
+    calibrate.add_argument("--out", metavar="DIR", required=True, help="a new or empty folder for the result")
+    calibrate.add_argument(
+        "--include-q", action="store_true", help="scales for queries too, which vLLM reads on Hopper"
+    )
+    calibrate.add_argument(
+        "--percentile",
+        type=float,
+        default=100.0,
+        metavar="P",
+        help="of the magnitudes of a layer; what is above it may saturate (default: 100, the largest)",
+    )
+    calibrate.add_argument(
+        "--margin", type=float, default=2.0, metavar="M", help="headroom over that, from 1 (default: 2)"
+    )
+    calibrate.add_argument(
+        "--max-tokens", type=_count, metavar="N", help="cut longer sequences (default: at the model's context)"
+    )
+    calibrate.add_argument(
+        "--batch-tokens", type=_count, default=8192, metavar="N", help="padded tokens of one pass (default: 8192)"
+    )
+    calibrate.add_argument(
+        "--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: a GPU where there is one"
+    )
+
+
+def _count(text: str) -> int:
+    """Read a whole number from 1."""
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"must be a whole number from 1, got {text}")
+    return value
 
 
 def _seconds(text: str) -> float:

@@ -4,7 +4,6 @@
 import argparse
 import contextlib
 import os
-import signal
 import socket
 import sys
 import time
@@ -13,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nemo_rl_core import guard
+from nemo_rl_core.cli.interrupts import terminate_like_interrupt
 from nemo_rl_core.config.load import dump_yaml, load_config
 from nemo_rl_core.config.run import RunConfig
 from nemo_rl_core.observability.console import RunConsole, format_bytes
@@ -54,6 +54,8 @@ def run(options: argparse.Namespace) -> int:
     folder = RunFolder.create(config.run_dir, options.config)
     folder.write_config(dump_yaml(config))
     console.note(f"run folder: {folder.path}")
+    if plan.chosen.fp8_weights is not None:
+        console.note(plan.chosen.fp8_weights.report)
     record = _Record(config, folder, started)
     _train(config, plan, ingredients, record, console)
     return 0
@@ -67,7 +69,7 @@ def _train(
     from nemo_rl_core.algorithms.launch import launch
 
     with (
-        _terminate_like_interrupt(),
+        terminate_like_interrupt(),
         record.summary_at_the_end(console),
         MetricsLogger(record.folder.path, config.logger.tensorboard) as logger,
     ):
@@ -82,7 +84,10 @@ def _train(
                 record.step(step, metrics)
                 console.step(step, metrics)
 
-            grpo = assemble(config, ingredients, fleet.train, fleet.generation, log)
+            grpo = assemble(config, ingredients, fleet.train, fleet.generation, log, attention=plan.attention)
+            if plan.attention is not None:
+                initial = config.generation.kv_scales.initial
+                console.note(f"the KV cache is FP8; until the first calibration, in step 1, every scale is {initial:g}")
             with console:
                 grpo.train()
             record.worker_ledgers = fleet.firewall_reports()
@@ -171,17 +176,3 @@ class _Record:
             "seconds": f"{summary['seconds']} (workers up after {summary['startup_seconds']})",
             "run folder": str(Path(self.folder.path)),
         }
-
-
-@contextlib.contextmanager
-def _terminate_like_interrupt() -> Generator[None]:
-    """Treat SIGTERM, which schedulers send, as Ctrl-C: workers are stopped and the run folder is whole."""
-
-    def interrupt(_signal: int, _frame: object) -> None:
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGTERM, interrupt)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)

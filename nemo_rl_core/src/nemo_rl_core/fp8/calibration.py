@@ -51,7 +51,7 @@ class ActivationObserver:
         Args:
             real_BS: bool [B, S]; False on padding.
         """
-        self._real_BS = real_BS.bool()
+        self._real_BS = real_BS.bool().contiguous()
         try:
             yield
         finally:
@@ -83,12 +83,7 @@ class ActivationObserver:
                     f"{KINDS[row]} of layer {layer} must be [B, heads, S, head size] with B, S = {list(real.shape)}, got "
                     f"{list(x.shape)}; calibrate without a KV cache and without packing"
                 )
-            inside = real[:, None, :, None].expand_as(x)
-            # Where and not a product: padding may hold NaN. Not by indexing: that would wait for the device.
-            magnitudes = torch.where(inside, x.detach().float().abs(), 0.0)
-            self._amax[layer][row] = torch.maximum(self._amax[layer][row], magnitudes.max())
-            bins = histogram.bin_of(magnitudes.contiguous()).flatten()
-            self._counts[layer][row].index_add_(0, bins, inside.flatten().long())
+            histogram.add_activations(x.detach(), real, self._counts[layer][row], self._amax[layer][row : row + 1])
 
     def merge(self, other: "ActivationObserver") -> None:
         """Add what another observer saw, of the same layers or of others."""
@@ -156,6 +151,11 @@ class ActivationObserver:
                 scales[f"{kind}_scale"] = margin * magnitude / E4M3_MAX
             result[f"layer_{layer}"] = scales
         return result
+
+    def same_keys_and_values(self, layer: int, other: int) -> bool:
+        """Return whether two layers that were seen had the same k and v, as layers that share a KV cache have."""
+        counts, amax = ((state[layer][1:], state[other][1:]) for state in (self._counts, self._amax))
+        return torch.equal(*counts) and torch.equal(*amax)
 
     def amax(self) -> dict[str, dict[str, float]]:
         """Return ``layer_<number>`` to the exact largest magnitude of q, k and v."""

@@ -4,7 +4,7 @@
 Checkpoints spell scale names in many ways. Each way below was tried on the real loaders, family by family, and the
 engine's answers differ: a dropped key leaves the scale at 1.0 with one warning or none, a refused one ends the load half
 way. So a key is looked up here before anything is sent. What is not listed is ``unknown``. A name from
-``ModelDescription.checkpoint_names`` always loads.
+``ModelDescription.checkpoint_names`` loads in every family but Falcon, where it depends on the config.
 """
 
 import re
@@ -19,7 +19,7 @@ from nemo_rl_core.fp8.model_description import AttentionBlock, ModelDescription
 __all__ = ["Fate", "KeyFate", "ScaleConfig", "fate_of_key"]
 
 #: ``loads``: into ``KeyFate.target``. ``dropped``: the engine runs on without it. ``refused``: the engine raises in the
-#: middle of the load. ``stale``: half of the live value is written. ``unknown``: never tried.
+#: middle of the load. ``stale``: half of the live value is written, if the engine runs already. ``unknown``: never tried.
 Fate = Literal["loads", "dropped", "refused", "stale", "unknown"]
 
 #: The engine's quantisation config that makes the scale parameters.
@@ -34,6 +34,7 @@ _STANDARD = frozenset(
     }
 )
 _QWEN3 = frozenset({"Qwen3ForCausalLM"})
+_GLM4_MOE = frozenset({"Glm4MoeForCausalLM"})
 _GEMMA_SHARED = frozenset({"Gemma3nForCausalLM", "Gemma4ForCausalLM"})
 _GPT_OSS = frozenset({"GptOssForCausalLM"})
 _NEMOTRON = frozenset({"NemotronHForCausalLM"})
@@ -57,6 +58,9 @@ _STACKED_FIRST = (
     | frozenset({"GemmaForCausalLM", "Gemma2ForCausalLM", "Gemma3ForCausalLM", "FalconH1ForCausalLM"})
 )
 _MLA = frozenset({"DeepseekV3ForCausalLM"})
+_JAMBA = frozenset({"JambaForCausalLM"})
+# Their attention is built without the type of the cache; only a compressed-tensors config tells it in another way.
+_CACHE_STAYS = frozenset({"FalconForCausalLM"})
 
 _MODEL, _NESTED = "model.layers", "model.language_model.layers"
 
@@ -128,7 +132,7 @@ _RULES: tuple[_Rule, ...] = (
     ),
     _Rule(families=_STANDARD, rest=r"self_attn\.(?:qk)?qkv_proj\.(?P<kind>[kv])_scale", fate="loads", why=_RENAMED),
     _Rule(families=_STANDARD, rest=r"self_attn\.kv_scale", kind="k", fate="loads", why="becomes k; v is set to k"),
-    _Rule(families=_STANDARD, rest=r"self_attn\.attn\.kv_scale", fate="dropped", why="mapped to a module not there"),
+    _Rule(families=_STANDARD, rest=r"self_attn\.attn\.kv_scale", fate="refused", why="mapped to a module not there"),
     _Rule(families=_STANDARD, rest=r"self_attn\.prob_scale", fate="refused", why=_NOT_MAPPED),
     _Rule(
         families=_STANDARD,
@@ -145,6 +149,12 @@ _RULES: tuple[_Rule, ...] = (
     _Rule(families=_STANDARD, rest=r"self_attn\.(?P<kind>q)\.scale", fate="loads", why=_RENAMED),
     _Rule(families=_STANDARD, rest=r"self_attn\.(?P<kind>[kv])_cache\.scale", fate="loads", why=_RENAMED),
     _Rule(
+        families=_GLM4_MOE,
+        rest=r"self_attn\.k_zero_point",
+        fate={"fp8": "refused", "compressed-tensors": "dropped"},
+        why="this loader knows no zero points where the config makes none",
+    ),
+    _Rule(
         families=_STANDARD,
         rest=r"self_attn\.k_zero_point",
         fate={"fp8": "dropped", "compressed-tensors": "dropped"},
@@ -156,7 +166,8 @@ _RULES: tuple[_Rule, ...] = (
         fate="stale",
         why="writes the buffer and leaves its copies, which some kernels read, behind",
     ),
-    _Rule(families=_STANDARD, rest=_SHORT, absent=True, fate="refused", why="the model has no such module"),
+    # What comes after the last layer of a GLM-4-MoE may be a layer for multi-token prediction, which is passed over.
+    _Rule(families=_STANDARD - _GLM4_MOE, rest=_SHORT, absent=True, fate="refused", why="the model has no such module"),
     _Rule(
         families=_GPT_OSS,
         rest=r"self_attn\.(?:[kv]_proj\.)?(?P<kind>[kv])_scale",
@@ -232,15 +243,21 @@ _RULES: tuple[_Rule, ...] = (
     _Rule(
         families=_MLA,
         rest=r"self_attn\.mla_attn\.mla_attn\.(?P<kind>prob)_scale",
-        fate={"modelopt": "loads", "fp8": "refused"},
-        why="the Fp8 config makes no scale parameters for MLA",
+        fate={"modelopt": "loads", "fp8": "refused", "compressed-tensors": "refused"},
+        why="only the ModelOpt config makes scale parameters for MLA",
     ),
-    _Rule(families=_MLA, rest=r"self_attn\.(?:\w+\.)*prob_scale", fate={"fp8": "refused"}, why=_NOT_MAPPED),
+    _Rule(families=_MLA, rest=r"self_attn\.(?:\w+\.)*prob_scale", fate="refused", why=_NOT_MAPPED),
     _Rule(
         families=_MLA,
         rest=r"self_attn\.(?:\w+\.)*(?:[qkv]|kv)_scale",
-        fate={"modelopt": "dropped", "fp8": "dropped"},
+        fate="dropped",
         why="every form, the live name among them, is mapped to a module that is not there",
+    ),
+    _Rule(
+        families=_JAMBA,
+        rest=r"(?:self_attn|attn)\.(?:\w+\.)*(?:[qkv]|kv|prob)_scale",
+        fate="refused",
+        why="its attention has no scale parameters under any config",
     ),
 )
 
@@ -263,7 +280,15 @@ def fate_of_key(key: str, model: ModelDescription, *, config: ScaleConfig = "fp8
         raise ScaleNameError(
             f"a scale key is '<prefix>.<layer number>.<path>' in ASCII, got {key!r}; look up single keys of a checkpoint"
         )
-    prefix, layer, rest = match["prefix"], int(match["layer"]), match["rest"]
+    found = _fate(key, match["prefix"], int(match["layer"]), match["rest"], model, config)
+    reaches_cache = found.target is not None and found.target.endswith((".k_scale", ".v_scale"))
+    if reaches_cache and model.architecture in _CACHE_STAYS and config != "compressed-tensors":
+        why = f"under a {config} config this family's KV cache stays in the model's dtype, so nothing reads the scale"
+        return KeyFate(fate="dropped", why=why)
+    return found
+
+
+def _fate(key: str, prefix: str, layer: int, rest: str, model: ModelDescription, config: ScaleConfig) -> KeyFate:
     loads_by_name = all(block.delivery == "load" for block in model.blocks)
     if loads_by_name and key in model.names(include_q=True):
         return KeyFate(fate="loads", target=key, why="the live name itself")

@@ -6,14 +6,28 @@ A bin holds the float32 values that share their exponent and the first 5 bits of
 integers: two histograms of parts add up to the histogram of the whole, bit for bit.
 """
 
+import functools
+import importlib
 import math
+import warnings
 from fractions import Fraction
+from types import ModuleType
 
 import torch
 
 from nemo_rl_core.errors import DataError
 
-__all__ = ["NUM_BINS", "RELATIVE_WIDTH", "bin_of", "count_above", "count_below", "non_finite", "percentile_of"]
+__all__ = [
+    "NUM_BINS",
+    "RELATIVE_WIDTH",
+    "add_activations",
+    "add_by_torch",
+    "bin_of",
+    "count_above",
+    "count_below",
+    "non_finite",
+    "percentile_of",
+]
 
 _MANTISSA_BITS = 5
 _SHIFT = 23 - _MANTISSA_BITS
@@ -22,6 +36,51 @@ NUM_BINS = 256 << _MANTISSA_BITS
 _FIRST_NON_FINITE = 255 << _MANTISSA_BITS
 #: A percentile is at most this much of its value too large, and never too small.
 RELATIVE_WIDTH = 2.0**-_MANTISSA_BITS
+
+
+def add_activations(x: torch.Tensor, real_BS: torch.Tensor, counts: torch.Tensor, amax: torch.Tensor) -> None:
+    """Add the magnitudes of an attention input to a histogram; nothing waits for the device.
+
+    Args:
+        x: [B, heads, S, head size].
+        real_BS: bool [B, S], contiguous; tokens that are not real are left out.
+        counts: int64 [NUM_BINS], contiguous; is added to.
+        amax: float32 [1], the largest magnitude so far; is raised. NaN counts as the largest.
+    """
+    kernel = _kernel() if x.is_cuda else None
+    if kernel is not None and kernel.fits(x):
+        try:
+            kernel.add_activations(x, real_BS, counts, amax, num_bins=NUM_BINS, shift=_SHIFT)
+        except kernel.KernelError as error:
+            # Python shows a warning of one place once.
+            warnings.warn(
+                f"{error}; torch's own operations count, and a pass takes three times as long",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+        else:
+            return
+    add_by_torch(x, real_BS, counts, amax)
+
+
+def add_by_torch(x: torch.Tensor, real_BS: torch.Tensor, counts: torch.Tensor, amax: torch.Tensor) -> None:
+    """Do the same by torch's own operations, on any device: the reference of the kernel."""
+    inside = real_BS[:, None, :, None].expand_as(x)
+    # Where and not a product: padding may hold NaN. Not by indexing: that would wait for the device.
+    magnitudes = torch.where(inside, x.float().abs(), 0.0)
+    amax.copy_(torch.maximum(amax, magnitudes.max()))
+    counts.index_add_(0, bin_of(magnitudes.contiguous()).flatten(), inside.flatten().long())
+
+
+@functools.cache
+def _kernel() -> ModuleType | None:
+    """Return the module of the kernel, None where torch is for other GPUs or has come without NVIDIA's bindings."""
+    if torch.version.hip is not None:
+        return None
+    try:
+        return importlib.import_module("nemo_rl_core.fp8.histogram_cuda")
+    except ImportError:
+        return None
 
 
 def bin_of(magnitudes: torch.Tensor) -> torch.Tensor:

@@ -193,13 +193,13 @@ class ModelDescription:
         """Return the names that a checkpoint must hold; as ``names``, where the engine's loader takes them.
 
         Raises:
-            ScaleNameError: If a block's scales can only be set: the engine would run them at 1.0 without a word.
+            ScaleNameError: If a block's scales can only be set: the engine would run at 1.0 without a word, or not start.
         """
         for block in self.blocks:
             if block.delivery == "set":
                 raise ScaleNameError(
-                    f"vLLM loads no scales into {block.pattern!r} of {self.architecture} and would run at 1.0; set the "
-                    f"buffers of its owners through the adapter, or keep this model's KV cache in bfloat16"
+                    f"vLLM loads no scales into {block.pattern!r} of {self.architecture}: it would end the load, or run at "
+                    f"1.0; set the buffers of its owners through the adapter, or keep this model's KV cache in bfloat16"
                 )
         return self.names(include_q=include_q)
 

@@ -26,6 +26,7 @@ __all__ = [
     "AttentionNaming",
     "ScaleKey",
     "ScaleKind",
+    "checked_scale",
     "convert_calibration_to_vllm_format",
     "convert_vllm_format_to_calibration",
     "get_vllm_qkv_scale_names",
@@ -213,13 +214,42 @@ def convert_vllm_format_to_calibration(
     layers: dict[int, dict[str, float]] = {}
     for name, value in scales.items():
         key = parse_vllm_scale_name(name, naming)
-        layers.setdefault(key.layer, {})[key.kind] = _checked_scale(name, value)
+        layers.setdefault(key.layer, {})[key.kind] = checked_scale(name, value)
     for layer, found in layers.items():
         for kind in _REQUIRED:
             if kind not in found:
                 raise ScaleNameError(f"{naming.name(layer, kind)!r} is missing: k_scale and v_scale come together")
     _require_all_layers(layers, naming)
     return {f"layer_{layer}": {k: layers[layer][k] for k in _KINDS if k in layers[layer]} for layer in sorted(layers)}
+
+
+def checked_scale(key: str, value: object) -> float:
+    """Return a scale as a float.
+
+    The engine divides by it in float32, so it must be positive and finite there.
+
+    Args:
+        key: Whose scale it is, for the message.
+        value: A real number.
+
+    Raises:
+        ScaleNameError: If it is no number, or zero, negative, infinite or NaN in float32.
+    """
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        raise ScaleNameError(
+            f"scale {key!r} must be a real number, got {value!r} ({type(value).__name__}); of a tensor, pass .item()"
+        )
+    try:
+        scale = float(value)
+        as_float32 = struct.unpack("<f", struct.pack("<f", scale))[0]
+    except OverflowError:
+        scale, as_float32 = math.inf, math.inf
+    if not (math.isfinite(as_float32) and as_float32 > 0.0):
+        raise ScaleNameError(
+            f"scale {key!r} must be positive and finite in float32, got {value!r}; a layer that saw no data has no "
+            f"scale: calibrate it again on tokens that reach it"
+        )
+    return scale
 
 
 def _layer_number(value: object, shown: object = None) -> int:
@@ -270,26 +300,7 @@ def _checked_scales(key: str, scales: object) -> dict[str, float]:
     for kind in _REQUIRED:
         if kind not in scales:
             raise ScaleNameError(f"{key!r} lacks {kind!r}: k_scale and v_scale are required, q_scale is optional")
-    return {kind: _checked_scale(f"{key}.{kind}", value) for kind, value in scales.items()}
-
-
-def _checked_scale(key: str, value: object) -> float:
-    """Return a scale as a float; the engine divides by it in float32, so it must be positive and finite there."""
-    if isinstance(value, bool) or not isinstance(value, numbers.Real):
-        raise ScaleNameError(
-            f"scale {key!r} must be a real number, got {value!r} ({type(value).__name__}); of a tensor, pass .item()"
-        )
-    try:
-        scale = float(value)
-        as_float32 = struct.unpack("<f", struct.pack("<f", scale))[0]
-    except OverflowError:
-        scale, as_float32 = math.inf, math.inf
-    if not (math.isfinite(as_float32) and as_float32 > 0.0):
-        raise ScaleNameError(
-            f"scale {key!r} must be positive and finite in float32, got {value!r}; a layer that saw no data has no "
-            f"scale: calibrate it again on tokens that reach it"
-        )
-    return scale
+    return {kind: checked_scale(f"{key}.{kind}", value) for kind, value in scales.items()}
 
 
 def _require_mapping(value: object, what: str) -> None:

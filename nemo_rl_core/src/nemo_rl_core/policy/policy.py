@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The driver's handle on the train workers."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -8,6 +9,7 @@ import torch
 from nemo_rl_core.data.batched_data_dict import BatchedDataDict
 from nemo_rl_core.errors import DataError, StateError
 from nemo_rl_core.fp8.calibration import DEFAULT_MARGIN, check_calibration
+from nemo_rl_core.fp8.model_description import ModelDescription
 from nemo_rl_core.objectives.losses import LossSettings
 from nemo_rl_core.protocols.workers import WorkerFuture, WorkerGroup
 from nemo_rl_core.refit.settings import RefitSettings
@@ -72,6 +74,8 @@ class Policy:
         percentile: float = 100.0,
         margin: float = DEFAULT_MARGIN,
         include_q: bool = False,
+        previous: Mapping[str, float] | None = None,
+        model: ModelDescription | None = None,
     ) -> dict[str, Any]:
         """Calibrate the FP8 scales of the KV cache, and of queries if asked for, on a batch's real tokens.
 
@@ -80,15 +84,21 @@ class Policy:
             percentile: Of the magnitudes of all activations of a layer and kind; 100 is their maximum.
             margin: Headroom over it, from 1.
             include_q: Give ``q_scale`` too, which vLLM reads on Hopper.
+            previous: Live name to the scale that the engine had while it generated the batch, as ``layers`` of the
+                calibration before: the result then says how the batch fares under them.
+            model: Which live modules have scales, for an architecture that ``describe_model`` does not know.
 
         Returns:
-            ``format`` ("fp8"), ``percentile``, ``margin``; ``layers``, which is ``layer_<number>`` to ``k_scale``,
-            ``v_scale`` (and ``q_scale``), as ``convert_calibration_to_vllm_format`` takes it; ``amax`` of q, k and v;
-            ``rates``, the shares of saturated and of subnormal values on this batch.
+            ``format`` ("fp8"), ``percentile``, ``margin``; ``layers``: name in the live engine, such as
+            ``model.layers.3.self_attn.attn.k_scale``, to scale, exactly ``ModelDescription.names``; ``amax``: live
+            module to the largest magnitudes of q, k and v; ``rates``: live module to kind to the shares of
+            ``saturated`` and ``subnormal`` values of this batch; with ``previous`` also ``drift``: the same under the
+            previous scales.
 
         Raises:
             DataError: If the batch is empty, or percentile or margin is out of range.
-            WorkerError: If a layer saw no token or has activations that are not finite; the cause names it.
+            WorkerError: If the architecture is not known, its cache holds a latent (MLA), ``previous`` has other names,
+                or a layer was not reached, saw no token or has activations that are not finite; the cause says which.
         """
         check_calibration(percentile, margin)
         if not batch.size:
@@ -98,7 +108,13 @@ class Policy:
         lengths = filled.tensor("input_lengths").clone()
         lengths[batch.size :] = 0
         filled["input_lengths"] = lengths
-        kwargs = {"percentile": percentile, "margin": margin, "include_q": include_q}
+        kwargs = {
+            "percentile": percentile,
+            "margin": margin,
+            "include_q": include_q,
+            "previous": previous,
+            "model": model,
+        }
         shards = filled.shard_by_batch_size(self.world_size)
         future = self._group.run_all_workers_multiple_data(
             "calibrate_qkv_fp8_scales", data=shards, common_kwargs=kwargs
@@ -115,9 +131,14 @@ class Policy:
             raise StateError("train rank 0 gave no refit address")
         return address
 
-    def start_sending(self, version: int) -> WorkerFuture:
-        """Start a refit on every train rank; the future's results are the sender's report."""
-        return self._group.run_all_workers_single_data("send_weights", version=version)
+    def start_sending(self, version: int, kv_scales: Mapping[str, float] | None = None) -> WorkerFuture:
+        """Start a refit on every train rank; the future's results are the sender's report.
+
+        Args:
+            version: Version that the weights get.
+            kv_scales: Scales of an FP8 KV cache by live name.
+        """
+        return self._group.run_all_workers_single_data("send_weights", version=version, kv_scales=kv_scales)
 
     def weights_digest(self) -> str:
         """Return the digest of the weights as a refit would send them."""

@@ -2,11 +2,12 @@
 """A refit as the driver sees it: both sides started together, both awaited, the first cause raised."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from nemo_rl_core.errors import NemoRLError, RefitError, WorkerError
+from nemo_rl_core.errors import NemoRLError, RefitError, ScaleNameError, WorkerError
+from nemo_rl_core.fp8.model_description import ModelDescription
 from nemo_rl_core.policy.generation import Generation
 from nemo_rl_core.policy.policy import Policy
 from nemo_rl_core.refit.settings import RefitSettings
@@ -37,9 +38,24 @@ class RefitOutcome:
 class Refitter:
     """Moves the policy's weights into the generation workers, each time under the next version."""
 
-    def __init__(self, policy: Policy, generation: Generation, settings: RefitSettings) -> None:
-        """Open the listener on train rank 0."""
+    def __init__(
+        self,
+        policy: Policy,
+        generation: Generation,
+        settings: RefitSettings,
+        *,
+        attention: ModelDescription | None = None,
+    ) -> None:
+        """Open the listener on train rank 0.
+
+        Args:
+            policy: The train side.
+            generation: The generation side.
+            settings: Sizes and deadlines.
+            attention: Which live modules have FP8 scales; None where the engine's KV cache is not FP8.
+        """
         self._policy, self._generation, self._settings = policy, generation, settings
+        self._attention = attention
         self._address = policy.open_refit_listener(generation.num_receiving_ranks(), settings)
         self._next_version = 0
 
@@ -48,17 +64,22 @@ class Refitter:
         """The version that the next refit will give."""
         return self._next_version
 
-    def refit(self) -> RefitOutcome:
+    def refit(self, kv_scales: Mapping[str, float] | None = None) -> RefitOutcome:
         """Run one refit to its end on both sides.
 
         A version is never given twice, also when its refit has failed.
 
+        Args:
+            kv_scales: Scales of an FP8 KV cache by live name: k and v, or q, k and v, of every attention module.
+
         Raises:
+            ScaleNameError: If the scales are not exactly the engine's, or one is no scale; nothing has been sent then.
             RefitError: If it failed; the message is the first cause. The next call starts afresh.
         """
+        self._check_scales(kv_scales)
         version, self._next_version = self._next_version, self._next_version + 1
         started = time.monotonic()
-        sending = self._policy.start_sending(version)
+        sending = self._policy.start_sending(version, kv_scales)
         receiving = self._generation.start_receiving(self._address)
         deadline_s = self._settings.rendezvous_timeout_s + self._settings.transfer_timeout_s + SLACK_S
         received, receiver_error = _outcome(receiving.get_results, deadline_s)
@@ -78,6 +99,16 @@ class Refitter:
             seconds=time.monotonic() - started,
             digest=sent[0]["digest"],
         )
+
+    def _check_scales(self, kv_scales: Mapping[str, float] | None) -> None:
+        if self._attention is not None:
+            # Left out, they would stay those of other weights, or 1.0: vLLM takes both without a word.
+            self._attention.from_vllm(kv_scales or {})
+        elif kv_scales:
+            raise ScaleNameError(
+                f"the engine's KV cache is not FP8, so it takes no scales, got {len(kv_scales)}, the first "
+                f"{next(iter(kv_scales))!r}; set policy.generation.vllm_cfg.kv_cache_dtype, or leave them out"
+            )
 
 
 def _outcome(

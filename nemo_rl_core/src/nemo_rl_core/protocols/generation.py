@@ -157,6 +157,12 @@ class BackendSpec:
             engine could not run; called in the driver, so its module is light. "" for no such check.
         num_ranks: ``module:function`` that takes the checked options of the section and returns how many ranks one
             replica has, each on a slot of its own; called in the driver like ``settings_check``. "" for one.
+        fp8_kv_cache: ``module:function`` that takes the checked options of the section and says whether the KV cache is
+            FP8, so that each refit brings its scales; called in the driver like ``settings_check``. "" for never.
+        fp8_weights: ``module:function`` that takes the ``GenerationSettings`` and a function that returns the shapes of the
+            model's matrices by module name, as in a checkpoint; it returns the ``Fp8Weights`` that the engine is to compute
+            with, or None for the model's precision, and raises ``ConfigError`` where the engine could not; called in the
+            driver like ``settings_check``. "" for never.
         engine: Name of the engine's distribution, or "" where core itself is the engine.
         engine_range: PEP 440 specifier of the engine versions that the adapter supports.
         install_hint: The pip command that brings what is missing.
@@ -171,6 +177,8 @@ class BackendSpec:
     cpu_environment: str = ""
     settings_check: str = ""
     num_ranks: str = ""
+    fp8_kv_cache: str = ""
+    fp8_weights: str = ""
     engine: str = ""
     engine_range: str = ""
     install_hint: str = ""

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-__all__ = ["GenerationSettings", "ModelSettings", "Precision", "TokenizerSettings"]
+__all__ = ["Fp8Weights", "GenerationSettings", "ModelSettings", "Precision", "TokenizerSettings"]
 
 Precision = Literal["float32", "bfloat16"]
 
@@ -56,6 +56,24 @@ class TokenizerSettings:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Fp8Weights:
+    """Which weights travel in FP8: settled once, before any worker starts, and followed by sender and engine.
+
+    Attributes:
+        cast: Modules, by their names in a checkpoint, whose ``weight`` travels as e4m3 with ``weight_scale_inv`` beside it,
+            one scale for each block of 128 x 128.
+        ignored: The other modules with a matrix, each with the reason why it stays in the model's precision.
+        power_of_two: Round scales up to powers of two.
+        report: What a log says of it, one line or more.
+    """
+
+    cast: tuple[str, ...]
+    ignored: Mapping[str, str] = field(default_factory=dict)
+    power_of_two: bool = False
+    report: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
 class GenerationSettings:
     """What every generation worker is told, whatever its backend.
 
@@ -70,6 +88,8 @@ class GenerationSettings:
         options: The backend's own section of the config, checked by its schema.
         parity: ``strict`` asks for logprobs as close as possible to those of one plain forward pass: whatever the engine
             does to be fast and changes them is to be off. The model's precision is float32 then.
+        kv_scales: Live names of the FP8 scales that each refit brings beside the weights; empty without an FP8 KV cache.
+        fp8_weights: Which weights come in FP8; None where all come in the model's precision.
         files: Config and tokenizer of the folders that ``model`` and ``tokenizer`` name: folder to file name to contents.
             With them a worker's node needs no such folder; ``data.folders.local_folders`` makes private ones.
     """
@@ -80,4 +100,6 @@ class GenerationSettings:
     refit: Mapping[str, Any] = field(default_factory=dict)
     options: Mapping[str, Any] = field(default_factory=dict)
     parity: Literal["default", "strict"] = "default"
+    kv_scales: tuple[str, ...] = ()
+    fp8_weights: Fp8Weights | None = None
     files: Mapping[str, Mapping[str, bytes]] = field(default_factory=dict, repr=False)

@@ -14,13 +14,15 @@ from torch.distributed.tensor import DTensor
 
 from nemo_rl_core.data.batched_data_dict import BatchedDataDict
 from nemo_rl_core.errors import StateError
-from nemo_rl_core.fp8.calibration import DEFAULT_MARGIN, ActivationObserver, check_calibration
+from nemo_rl_core.fp8.calibration import DEFAULT_MARGIN, ActivationObserver
+from nemo_rl_core.fp8.calibration_result import CalibrationRequest, describe_hf_model
+from nemo_rl_core.fp8.model_description import ModelDescription
 from nemo_rl_core.objectives.losses import LossSettings
 from nemo_rl_core.refit.settings import RefitSettings
 from nemo_rl_core.workers.calibration import add_up_observers, calibration_passes, observe_attention
 from nemo_rl_core.workers.checkpoint_names import CheckpointNames
 from nemo_rl_core.workers.devices import describe_worker, device_identity
-from nemo_rl_core.workers.models import LogprobModel, build_model, check_logprobs, empty_model
+from nemo_rl_core.workers.models import LogprobModel, build_model, check_logprobs, empty_model, load_config
 from nemo_rl_core.workers.optimizers import build_optimizer
 from nemo_rl_core.workers.output_head import compute_head_in_float32
 from nemo_rl_core.workers.passes import backward_passes, equal_plan, global_totals, logprob_passes
@@ -61,7 +63,7 @@ class DTensorPolicyWorker:
             store_address: ``host:port`` of that store, for the ranks that do not own it.
 
         Raises:
-            ModelError: If the model cannot be built.
+            ModelError: If the model cannot be built, or lacks a weight that is to be sent in FP8.
             StateError: If there is more than one rank and no store.
         """
         self.settings = settings
@@ -75,16 +77,17 @@ class DTensorPolicyWorker:
             self._model = self._build()
             self._optimizer, self._scheduler = self._build_optimizer()
             self._reference = self._copy_shards() if settings.reference_model else None
+            self._source = WeightSource(
+                self._model.model,
+                CheckpointNames(empty_model(settings.model)),
+                settings.model.precision,
+                rank=rank,
+                device_id=device_identity(self.device, f"train-{rank}"),
+                fp8_weights=settings.fp8_weights,
+            )
         except BaseException:
             self.shutdown()  # or the next worker of this process would find the process group taken
             raise
-        self._source = WeightSource(
-            self._model.model,
-            CheckpointNames(empty_model(settings.model)),
-            settings.model.precision,
-            rank=rank,
-            device_id=device_identity(self.device, f"train-{rank}"),
-        )
 
     # -- what the loop calls -------------------------------------------------------------------------------------
 
@@ -142,13 +145,22 @@ class DTensorPolicyWorker:
         percentile: float = 100.0,
         margin: float = DEFAULT_MARGIN,
         include_q: bool = False,
+        previous: Mapping[str, float] | None = None,
+        model: ModelDescription | None = None,
     ) -> dict[str, Any]:
         """Calibrate FP8 scales on this rank's rows; see ``Policy.calibrate_qkv_fp8_scales``.
 
         Returns:
             The result over all ranks, the same on each.
         """
-        check_calibration(percentile, margin)
+        # What is wrong with it is wrong on every rank, so none waits for another.
+        request = CalibrationRequest(
+            model=model or describe_hf_model(load_config(self.settings.model), type(self._model.model).__name__),
+            percentile=percentile,
+            margin=margin,
+            include_q=include_q,
+            previous=previous,
+        )
         batching = self.settings.batching
         data = data.to(self.device)
         lengths = data.tensor("input_lengths").tolist()
@@ -156,16 +168,7 @@ class DTensorPolicyWorker:
         observer = ActivationObserver()
         with observe_attention(self._model.model, observer):
             calibration_passes(self._model, data, plan, observer)
-        seen = add_up_observers(observer, self.device)
-        scales = seen.scales(percentile=percentile, margin=margin, include_q=include_q)
-        return {
-            "format": "fp8",
-            "percentile": percentile,
-            "margin": margin,
-            "layers": scales,
-            "amax": seen.amax(),
-            "rates": seen.rates(scales),
-        }
+        return request.result(add_up_observers(observer, self.device))
 
     # -- refit ---------------------------------------------------------------------------------------------------
 
@@ -177,16 +180,21 @@ class DTensorPolicyWorker:
         """
         return self._weights().listen(num_receivers, settings, host)
 
-    def send_weights(self, version: int) -> dict[str, Any]:
+    def send_weights(self, version: int, kv_scales: Mapping[str, float] | None = None) -> dict[str, Any]:
         """Send the weights as ``version`` to every receiver; all ranks gather, rank 0 sends.
+
+        Args:
+            version: Version that they get.
+            kv_scales: Scales of an FP8 KV cache by live name, which travel in the same refit.
 
         Returns:
             The sender's report as plain data, the same on every rank.
 
         Raises:
             RefitError: If the refit failed, on every rank with the same cause.
+            ScaleNameError: If a scale is not positive and finite.
         """
-        return self._weights().send(version)
+        return self._weights().send(version, kv_scales)
 
     def weights_digest(self) -> str:
         """Return the digest of the weights as a refit would send them."""

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from nemo_rl_core.protocols.settings import ModelSettings
+from nemo_rl_core.protocols.settings import Fp8Weights, ModelSettings
 
 __all__ = ["BatchingSettings", "OptimizerSettings", "PolicySettings"]
 
@@ -59,6 +59,7 @@ class PolicySettings:
         temperature: Of the sampling distribution whose logprobs are wanted.
         activation_checkpointing: Recompute each layer's activations in the backward pass.
         reference_model: Keep a copy of the initial weights as the reference policy.
+        fp8_weights: Which weights a refit sends in FP8; None for none.
         collective_timeout_s: Deadline of each collective among the train ranks, in seconds.
     """
 
@@ -68,4 +69,5 @@ class PolicySettings:
     temperature: float = 1.0
     activation_checkpointing: bool = False
     reference_model: bool = False
+    fp8_weights: Fp8Weights | None = None
     collective_timeout_s: float = 300.0
