@@ -26,6 +26,7 @@ def settings(model: ModelSettings | None = None, **options: object) -> Generatio
     [
         {},
         {"precision": "float32", "load_format": "dummy"},
+        {"precision": "float32", "kv_cache_dtype": "fp8_e4m3"},
         {"max_model_len": 16, "tensor_parallel_size": 2},
         {"hf_overrides": {"num_attention_heads": 4, "rope_scaling": None}},
     ],
@@ -42,7 +43,6 @@ def test_settings_that_the_engine_can_run_pass(options):
         ({"max_model_len": 17}, r"vllm_cfg\.max_model_len is 17, but the model has 16"),
         ({"tensor_parallel_size": 3}, r"tensor_parallel_size=3 does not divide the model's 4"),
         ({"load_format": "safetensors"}, r"load_format must be dummy"),
-        ({"kv_cache_dtype": "fp8"}, r"kv_cache_dtype='fp8' is not there yet"),
         ({"enable_vllm_metrics_logger": True}, r"enable_vllm_metrics_logger=True is not there yet"),
         ({"expert_parallel_size": 2}, r"expert_parallel_size=2 is not there yet"),
         (
@@ -59,6 +59,29 @@ def test_settings_that_the_engine_can_run_pass(options):
 def test_settings_that_it_cannot_run_are_refused_with_the_key(options, words):
     with pytest.raises(ConfigError, match=words):
         check_settings(settings(**options))
+
+
+BF16 = ModelSettings(hf_config=TINY, precision="bfloat16", max_total_sequence_length=8)
+
+
+def test_fp8_with_each_key_that_there_is_passes():
+    keys = {"num_first_layers_in_bf16": 1, "num_last_layers_in_bf16": 1, "pow2_weight_scaling_factors": True}
+    check_settings(settings(BF16, precision="fp8", quantization_ignored_layer_kws=("mlp.experts",), **keys))
+
+
+@pytest.mark.parametrize(
+    ("model", "options", "words"),
+    [
+        (None, {}, r"vllm_cfg\.precision=fp8 needs policy\.precision: bfloat16, .* got float32"),
+        (BF16, {"use_deep_gemm": True}, r"use_deep_gemm=True is not there yet: .* take the key out"),
+        (BF16, {"pow2_activation_scaling_factors": True}, r"pow2_activation_scaling_factors=True cannot be had"),
+        (BF16, {"hf_overrides": {"quantization_config": {}}}, r"quantization_config is for precision: fp8 to say"),
+    ],
+)
+def test_fp8_that_cannot_be_had_is_refused_with_the_key(model, options, words):
+    """Q32: a quantisation of the user's own does not win, and does not lose in silence."""
+    with pytest.raises(ConfigError, match=words):
+        check_settings(settings(model, precision="fp8", **options))
 
 
 def test_a_model_folder_is_read_and_a_nested_text_config_counts(tmp_path):

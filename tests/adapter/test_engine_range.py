@@ -29,6 +29,17 @@ TOUCHED = {
     "model_executor/layers/linear.py": ("num_kv_head_replicas", "total_num_kv_heads", "output_sizes", "tp_rank"),
     "model_executor/layers/vocab_parallel_embedding.py": ("org_vocab_size", "shard_indices"),
     "model_executor/models/utils.py": ("orig_to_new_stacked",),
+    "model_executor/kernels/linear/__init__.py": ("_POSSIBLE_FP8_BLOCK_KERNELS",),
+    "model_executor/kernels/linear/scaled_mm/BlockScaledMMLinearKernel.py": (
+        *("class Fp8BlockScaledMMLinearKernel", "apply_input_quant", "def process_weights_after_loading"),
+        *("def apply_weights", "def apply_block_scaled_mm"),
+    ),
+    "model_executor/layers/quantization/fp8.py": (
+        *("self.fp8_linear", "weight_scale_inv", "ignored_layers", "self.fp8_backend", "self.moe_block_shape"),
+    ),
+    "model_executor/layers/fused_moe/experts/cpu_moe.py": (
+        *("class CPUExpertsFp8(", "class CPUExpertsFp8W8A8(", "def prepare_fp8_moe_layer_for_cpu"),
+    ),
     "model_executor/layers/fused_moe": ("def get_expert_mapping", "moe_config", "def process_weights_after_loading"),
     "v1/engine/core_client.py": ("def shutdown",),
     "v1/worker/worker_base.py": ("def get_model",),

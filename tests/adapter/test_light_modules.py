@@ -25,7 +25,7 @@ from nemo_rl_vllm.plugin import BACKEND, ENGINE, engine_range
 PROJECT = tomllib.loads((Path(nemo_rl_vllm.__file__).parents[2] / "pyproject.toml").read_text())["project"]
 CORE = tomllib.loads((Path(nemo_rl_core.__file__).parents[2] / "pyproject.toml").read_text())["project"]
 
-LIGHT = ("checks", "config", "environments", "plugin")
+LIGHT = ("checks", "config", "environments", "fp8", "plugin")
 
 
 @pytest.mark.parametrize("module", ["nemo_rl_vllm", *(f"nemo_rl_vllm.{name}" for name in LIGHT)])

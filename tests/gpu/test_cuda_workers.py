@@ -53,6 +53,18 @@ def test_logprobs_and_steps_on_cuda_are_those_of_the_cpu():
     assert torch.equal(cuda[3], cuda[0])
 
 
+def test_fp8_scales_of_cuda_are_those_of_the_cpu():
+    results = []
+    for device in ("cpu", "cuda"):
+        worker = DTensorPolicyWorker(settings_of(model=model_of("float32")), device=device)
+        try:
+            results.append(worker.calibrate_qkv_fp8_scales(batch_of(), include_q=True))
+        finally:
+            worker.shutdown()
+    assert len(results[0]["layers"]) == 6
+    assert results[1]["layers"] == pytest.approx(results[0]["layers"], rel=1e-4)
+
+
 @pytest.mark.parametrize("precision", BOUNDS)
 def test_a_refit_from_cuda_to_cuda_makes_both_sides_agree(precision):
     policy = DTensorPolicyWorker(settings_of(model=model_of(precision)), device="cuda")

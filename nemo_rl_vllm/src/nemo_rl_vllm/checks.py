@@ -10,13 +10,15 @@ from nemo_rl_core.errors import ConfigError
 from nemo_rl_core.protocols.settings import GenerationSettings, ModelSettings
 from nemo_rl_vllm.config import VllmConfig
 
-__all__ = ["check_settings"]
+__all__ = ["check_quantization_config", "check_settings", "model_value"]
 
 #: Keys that this adapter acts on; any other must have its default.
 _USED = frozenset(
     {
         *("tensor_parallel_size", "gpu_memory_utilization", "max_model_len", "skip_tokenizer_init", "load_format"),
-        *("precision", "enforce_eager", "hf_overrides"),
+        *("precision", "enforce_eager", "hf_overrides", "kv_cache_dtype"),
+        *("num_first_layers_in_bf16", "num_last_layers_in_bf16", "quantization_ignored_layer_kws"),
+        *("pow2_weight_scaling_factors", "pow2_activation_scaling_factors", "use_deep_gemm"),
     }
 )
 
@@ -40,7 +42,9 @@ def check_settings(settings: GenerationSettings) -> None:
             "policy.generation.vllm_cfg.load_format must be dummy, since the weights come by refit, got "
             f"{options.load_format!r}"
         )
-    if options.precision not in ("auto", model.precision):
+    if options.precision == "fp8":
+        _check_fp8(options, model)
+    elif options.precision not in ("auto", model.precision):
         raise ConfigError(
             "policy.generation.vllm_cfg.precision must be auto or that of the policy, whose weights the engine gets: got "
             f"{options.precision} and policy.precision={model.precision}"
@@ -53,6 +57,37 @@ def check_settings(settings: GenerationSettings) -> None:
     _check_overrides(options, model)
     _check_lengths(options, model)
     _check_parallel(options, model)
+
+
+def _check_fp8(options: VllmConfig, model: ModelSettings) -> None:
+    """Refuse what FP8 weights cannot be had with."""
+    section = "policy.generation.vllm_cfg"
+    if model.precision != "bfloat16":
+        raise ConfigError(
+            f"{section}.precision=fp8 needs policy.precision: bfloat16, the type that the engine computes in round its FP8 "
+            f"weights, got {model.precision}"
+        )
+    if options.pow2_activation_scaling_factors:
+        raise ConfigError(
+            f"{section}.pow2_activation_scaling_factors=True cannot be had: the kernels of vLLM that a refit can load "
+            "have no such switch; take the key out"
+        )
+    if options.use_deep_gemm:
+        raise ConfigError(
+            f"{section}.use_deep_gemm=True is not there yet: DeepGEMM repacks weights and scales when they are loaded, where "
+            "no refit reaches them; take the key out, and vLLM takes CUTLASS or Triton"
+        )
+    check_quantization_config(options.hf_overrides)
+
+
+def check_quantization_config(hf_overrides: Mapping[str, Any]) -> None:
+    """Refuse a second word on what ``precision: fp8`` says of the model's config."""
+    if "quantization_config" in hf_overrides:
+        raise ConfigError(
+            "policy.generation.vllm_cfg.hf_overrides.quantization_config is for precision: fp8 to say, got "
+            f"{hf_overrides['quantization_config']!r}; take it out, and name what is to stay in bfloat16 in "
+            "quantization_ignored_layer_kws"
+        )
 
 
 def _check_overrides(options: VllmConfig, model: ModelSettings) -> None:
@@ -83,7 +118,7 @@ def _check_lengths(options: VllmConfig, model: ModelSettings) -> None:
             "policy.generation.vllm_cfg.max_model_len must be at least policy.max_total_sequence_length, got "
             f"{limit} and {model.max_total_sequence_length}; raise it, or leave it out"
         )
-    positions = _model_value(model, "max_position_embeddings")
+    positions = model_value(model, "max_position_embeddings")
     if positions is not None and limit > positions:
         raise ConfigError(
             f"policy.generation.vllm_cfg.max_model_len is {limit}, but the model has {positions} positions; lower it"
@@ -94,24 +129,24 @@ def _check_parallel(options: VllmConfig, model: ModelSettings) -> None:
     """Ask that the engine's ranks can share the model out; vLLM pads the vocabulary by itself."""
     ranks = options.tensor_parallel_size
     key = f"policy.generation.vllm_cfg.tensor_parallel_size={ranks}"
-    heads = _model_value(model, "num_attention_heads")
+    heads = model_value(model, "num_attention_heads")
     if heads is not None and heads % ranks:
         raise ConfigError(f"{key} does not divide the model's {heads} attention heads; take a divisor of it")
-    kv_heads = _model_value(model, "num_key_value_heads")
+    kv_heads = model_value(model, "num_key_value_heads")
     if kv_heads is not None and kv_heads % ranks and ranks % kv_heads:
         raise ConfigError(
             f"{key} neither divides the model's {kv_heads} KV heads nor is a multiple of them; take a divisor or a multiple"
         )
     # The dense width of a model of experts may be that of no layer.
-    experts = _model_value(model, "moe_intermediate_size")
+    experts = model_value(model, "moe_intermediate_size")
     width_key = "intermediate_size" if experts is None else "moe_intermediate_size"
-    width = _model_value(model, width_key)
+    width = model_value(model, width_key)
     if width is not None and width % ranks:
         raise ConfigError(f"{key} does not divide the model's {width_key} of {width}; take a divisor of it")
 
 
-def _model_value(model: ModelSettings, key: str) -> int | None:
-    """Return a number of the model's config; None where it does not say, and the worker will."""
+def model_value(model: ModelSettings, key: str) -> int | None:
+    """Return a number of the model's config, or of its nested text config; None where it does not say."""
     values = _model_values(model)
     if values is None:
         return None

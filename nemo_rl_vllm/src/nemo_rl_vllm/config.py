@@ -6,7 +6,7 @@ from typing import Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-__all__ = ["VllmConfig", "num_ranks"]
+__all__ = ["VllmConfig", "fp8_kv_cache", "num_ranks"]
 
 
 class VllmConfig(BaseModel):
@@ -24,7 +24,7 @@ class VllmConfig(BaseModel):
         load_format: How the engine gets its first weights: ``dummy`` waits for the first refit; None means ``dummy``
             in training and ``auto`` otherwise.
         precision: Precision of the engine's weights; ``auto`` is that of the policy.
-        kv_cache_dtype: Type of the KV cache; the FP8 ones need FP8 weights or given scales.
+        kv_cache_dtype: Type of the KV cache; an FP8 one gets its scales with each refit (``policy.generation.kv_scales``).
         enforce_eager: Switch CUDA graphs and compilation off.
         expose_http_server: Serve an OpenAI-style endpoint; needs ``async_engine``.
         http_server_serving_chat_kwargs: Keyword arguments for that endpoint's chat handler.
@@ -109,3 +109,8 @@ class VllmConfig(BaseModel):
 def num_ranks(options: Mapping[str, Any]) -> int:
     """Return how many ranks one replica has, by the section as its schema returned it."""
     return VllmConfig.model_validate(dict(options)).num_ranks
+
+
+def fp8_kv_cache(options: Mapping[str, Any]) -> bool:
+    """Say whether the KV cache is FP8, by the section as its schema returned it."""
+    return VllmConfig.model_validate(dict(options)).kv_cache_dtype != "auto"

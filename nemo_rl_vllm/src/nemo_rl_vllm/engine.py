@@ -16,9 +16,10 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from nemo_rl_core.data.folders import local_folders
 from nemo_rl_core.data.tokenizers import build_tokenizer
-from nemo_rl_core.errors import BackendIncompatibleError, GenerationError, ModelError, NemoRLError
+from nemo_rl_core.errors import BackendIncompatibleError, ConfigError, GenerationError, ModelError, NemoRLError
 from nemo_rl_core.protocols.settings import GenerationSettings, ModelSettings
-from nemo_rl_vllm.engine_plugin import KEEP_WEIGHTS
+from nemo_rl_vllm.engine_plugin import FP8_WEIGHTS, KEEP_WEIGHTS
+from nemo_rl_vllm.fp8 import init_fp8
 from nemo_rl_vllm.plugin import engine_range
 
 __all__ = ["ENGINE_DISTRIBUTIONS", "EngineFolder", "engine_arguments", "engine_version", "failure"]
@@ -69,6 +70,7 @@ class EngineFolder:
         Raises:
             ModelError: If either cannot be built from the settings.
         """
+        self._has_fp8_weights = settings.fp8_weights is not None
         self._folder = tempfile.TemporaryDirectory(prefix="nemo-rl-vllm-")
         self.path = Path(self._folder.name)
         self.log = self.path / "engine.log"
@@ -105,13 +107,14 @@ class EngineFolder:
     def set_environment(self, device: str) -> None:
         """Set what vLLM reads from the environment when it is imported, here and in its own processes.
 
-        A value that the site has set itself stays, but for the switch that keeps the weights loadable.
+        A value that the site has set itself stays, but for the switches that keep the weights loadable.
         """
         os.environ.setdefault(_LOGGING, str(self._logging))
         # Nothing is fetched and nothing is reported at run time.
         os.environ.setdefault("HF_HUB_OFFLINE", "1")
         os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
         os.environ[KEEP_WEIGHTS] = "1"
+        os.environ[FP8_WEIGHTS] = "1" if self._has_fp8_weights else "0"
         if device == "cpu":
             # vLLM binds its ranks to cores of their own otherwise, and refuses where there are fewer cores than ranks.
             os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
@@ -136,15 +139,25 @@ class EngineFolder:
 
 
 def engine_arguments(settings: GenerationSettings, folder: EngineFolder, *, rank: int, device: str) -> dict[str, Any]:
-    """Return the keyword arguments of ``vllm.LLM``."""
+    """Return the keyword arguments of ``vllm.LLM``.
+
+    Raises:
+        ConfigError: If FP8 weights are asked for and nobody has settled which.
+    """
     options = settings.options
-    arguments = {
+    if (options.get("precision") == "fp8") != (settings.fp8_weights is not None):
+        raise ConfigError(
+            f"policy.generation.vllm_cfg.precision={options.get('precision')!r} needs fp8_weights with it, which the driver "
+            f"settles by nemo_rl_vllm.fp8.fp8_weights, and nothing else has them; got {settings.fp8_weights!r}"
+        )
+    arguments: dict[str, Any] = {
         "model": str(folder.path),
         "load_format": "dummy",
         "dtype": settings.model.precision,
         "max_model_len": options.get("max_model_len") or settings.model.max_total_sequence_length,
         "tensor_parallel_size": options.get("tensor_parallel_size", 1),
         "gpu_memory_utilization": options.get("gpu_memory_utilization", 0.9),
+        "kv_cache_dtype": options.get("kv_cache_dtype", "auto"),
         "enforce_eager": options.get("enforce_eager", False),
         "skip_tokenizer_init": bool(options.get("skip_tokenizer_init")),
         "hf_overrides": dict(options.get("hf_overrides") or {}),
@@ -157,6 +170,8 @@ def engine_arguments(settings: GenerationSettings, folder: EngineFolder, *, rank
         "generation_config": "vllm",
         "disable_log_stats": True,
     }
+    if settings.fp8_weights is not None:
+        arguments |= init_fp8(settings.fp8_weights, arguments["hf_overrides"], device=device)
     if settings.model.float32_head:
         arguments["hf_overrides"]["head_dtype"] = "float32"
     if arguments["tensor_parallel_size"] > 1:

@@ -15,7 +15,7 @@ from torch import nn
 
 from nemo_rl_vllm.layouts import Layout
 
-__all__ = ["ExpertWeights", "is_expert_layer"]
+__all__ = ["ExpertWeights", "expert_layouts", "is_expert_layer"]
 
 #: Positions are written in digits of this base, which every floating type down to bfloat16 holds exactly.
 _BASE = 256
@@ -24,6 +24,35 @@ _BASE = 256
 def is_expert_layer(module: nn.Module) -> bool:
     """Say whether a module holds the routed experts of a layer."""
     return callable(getattr(module, "get_expert_mapping", None)) and hasattr(module, "w13_weight")
+
+
+def expert_layouts(prefix: str, layer: Any) -> Iterator[tuple[str, str, int, Layout]]:
+    """Yield the parts of an expert layer: gate, up and down of each expert.
+
+    The ranks share the inner dimension of each expert: rows of gate and up, columns of down.
+
+    Args:
+        prefix: The layer's name in the live model.
+        layer: The live layer.
+
+    Yields:
+        Checkpoint name of the module, ``w13`` or ``w2``, the expert, and where its weight lies in that expert's part.
+    """
+    moe = layer.moe_config
+    rows, columns = int(moe.intermediate_size_per_partition), int(moe.hidden_dim)
+    num_ranks, rank = int(moe.tp_size), int(moe.tp_rank)
+    inner = slice(rank * rows, (rank + 1) * rows)
+    all_rows = rows * num_ranks
+    gate, up = (
+        Layout(shape=(all_rows, columns), share=(inner,), place=(slice(start, start + rows),)) for start in (0, rows)
+    )
+    down = Layout(shape=(columns, all_rows), share=(slice(None), inner))
+    where = {"w1": ("w13", gate), "w3": ("w13", up), "w2": ("w2", down)}
+    # The live layer may lie one module deeper than the checkpoint's name says.
+    stem = prefix.partition(".experts")[0]
+    for _, name, expert, shard in layer.get_expert_mapping():
+        tensor, layout = where[shard]
+        yield f"{stem}.{name.removesuffix('.')}", tensor, expert, layout
 
 
 class ExpertWeights:
@@ -46,7 +75,6 @@ class ExpertWeights:
             moe = layer.moe_config
             self.num_experts = int(moe.num_local_experts)
             rows, columns = int(moe.intermediate_size_per_partition), int(moe.hidden_dim)
-            self._num_ranks, self._rank = int(moe.tp_size), int(moe.tp_rank)
             kernel = layer.quant_method.moe_kernel
             experts = kernel.fused_experts if hasattr(kernel, "fused_experts") else kernel.impl.fused_experts
             self._repack = experts.process_weights_after_loading
@@ -68,24 +96,9 @@ class ExpertWeights:
         return str(self._dtype).removeprefix("torch.")
 
     def parts(self) -> Iterator[tuple[str, str, int, Layout]]:
-        """Yield checkpoint name, live tensor, expert and layout of every tensor that the layer is made of.
-
-        The ranks share the inner dimension of each expert: rows of gate and up, columns of down.
-        """
-        _, columns, rows = self._shapes["w2_weight"]
-        inner = slice(self._rank * rows, (self._rank + 1) * rows)
-        all_rows = rows * self._num_ranks
-        gate, up = (
-            Layout(shape=(all_rows, columns), share=(inner,), place=(slice(start, start + rows),))
-            for start in (0, rows)
-        )
-        down = Layout(shape=(columns, all_rows), share=(slice(None), inner))
-        where = {"w1": ("w13_weight", gate), "w3": ("w13_weight", up), "w2": ("w2_weight", down)}
-        # The live layer may lie one module deeper than the checkpoint's name says.
-        stem = self.prefix.partition(".experts")[0]
-        for _, name, expert, shard in self.layer.get_expert_mapping():
-            tensor, layout = where[shard]
-            yield f"{stem}.{name}weight", tensor, expert, layout
+        """Yield checkpoint name, live tensor, expert and layout of every tensor that the layer is made of."""
+        for module, tensor, expert, layout in expert_layouts(self.prefix, self.layer):
+            yield f"{module}.weight", f"{tensor}_weight", expert, layout
 
     def open(self) -> None:
         """Lay the tensors out as a checkpoint loads them; what they hold is lost."""

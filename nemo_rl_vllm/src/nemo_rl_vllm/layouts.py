@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["Layout", "fused_layouts", "plain_layout", "vocabulary_layout"]
+__all__ = ["Layout", "block_layout", "fused_layouts", "plain_layout", "vocabulary_layout"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,6 +27,12 @@ class Layout:
     shape: tuple[int, ...]
     share: tuple[slice, ...] = ()
     place: tuple[slice, ...] = ()
+
+    @property
+    def held(self) -> tuple[int, ...]:
+        """Shape of the part that this rank holds."""
+        given = dict(enumerate(self.share))
+        return tuple(len(range(*given.get(axis, slice(None)).indices(size))) for axis, size in enumerate(self.shape))
 
 
 def plain_layout(name: str, parameter: torch.Tensor, module: Any) -> Layout:
@@ -95,6 +101,38 @@ def vocabulary_layout(parameter: torch.Tensor, module: Any) -> Layout:
     start, stop = int(rows.org_vocab_start_index), int(rows.org_vocab_end_index)
     shape = (int(module.org_vocab_size), *parameter.shape[1:])
     return Layout(shape=shape, share=(slice(start, stop),), place=(slice(0, stop - start),))
+
+
+def block_layout(name: str, weight: Layout, block: int) -> Layout:
+    """Return the layout of the scales of an FP8 weight, one for each block, from that of the weight.
+
+    Args:
+        name: The live weight's name, for messages.
+        weight: The weight's layout, of two dimensions.
+        block: Rows and columns of a block.
+
+    Raises:
+        RuntimeError: If a share begins or ends inside a block of the full weight, or inside one of the live parameter.
+    """
+    rows, columns = weight.shape
+
+    def in_blocks(part: slice, size: int | None) -> slice:
+        if part == slice(None):
+            return part
+        if part.start % block or (part.stop % block and part.stop != size):
+            raise RuntimeError(
+                f"a share of {name!r} lies at {part.start} to {part.stop}, which are no edges of blocks of {block} x {block}, "
+                "so it has no scales of its own; take fewer ranks, or keep the layer in bfloat16 with "
+                "vllm_cfg.quantization_ignored_layer_kws"
+            )
+        return slice(part.start // block, -(-part.stop // block))
+
+    return Layout(
+        shape=(-(-rows // block), -(-columns // block)),
+        share=tuple(in_blocks(part, size) for part, size in zip(weight.share, weight.shape, strict=False)),
+        # The last part of a fused layer may end inside a block; then no other begins there.
+        place=tuple(in_blocks(part, part.stop) for part in weight.place),
+    )
 
 
 def _attention_rows(module: Any) -> list[tuple[int, int, int]]:

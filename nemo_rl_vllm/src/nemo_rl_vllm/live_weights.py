@@ -1,7 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A live vLLM model as a ``ShardedSink``: what it is made of in checkpoint names, loaded, and proven by digest."""
+"""A live vLLM model as a ``ShardedSink``: what it is made of in checkpoint names, loaded, and proven by digest.
 
-from collections.abc import Callable, Iterator, Sequence
+The FP8 scales of its KV cache belong to it: they come in the same refit, under their live names.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,10 +14,16 @@ from torch import nn
 from nemo_rl_core.errors import WeightsInvalidError
 from nemo_rl_core.refit.digest import digests_of, tensor_digest
 from nemo_rl_core.refit.manifest import Manifest, TensorSpec
-from nemo_rl_vllm.expert_weights import ExpertWeights, is_expert_layer
-from nemo_rl_vllm.layouts import Layout, fused_layouts, plain_layout, vocabulary_layout
+from nemo_rl_vllm.expert_weights import ExpertWeights, expert_layouts, is_expert_layer
+from nemo_rl_vllm.fp8 import BLOCK
+from nemo_rl_vllm.fp8_kernels import keeps_experts, keeps_weights
+from nemo_rl_vllm.layouts import Layout, block_layout, fused_layouts, plain_layout, vocabulary_layout
+from nemo_rl_vllm.live_scales import LiveScales
 
 __all__ = ["LiveWeights"]
+
+#: Last component of the scales' name, live and in a checkpoint.
+_SCALES = "weight_scale_inv"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,6 +36,7 @@ class _Part:
         share: Index into the full tensor: what this rank must hold.
         read: Reads that back from the live model.
         experts: The expert layer that it belongs to, or None.
+        is_scale: Whether it is a scale of the KV cache, which no loader takes.
     """
 
     spec: TensorSpec
@@ -34,25 +44,44 @@ class _Part:
     share: tuple[slice, ...]
     read: Callable[[], torch.Tensor]
     experts: ExpertWeights | None = None
+    is_scale: bool = False
 
 
 class LiveWeights:
     """Loads complete checkpoint tensors into a live vLLM model, and proves by digest that they are live there."""
 
-    def __init__(self, model: nn.Module, *, rank: int = 0, num_ranks: int = 1) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        rank: int = 0,
+        num_ranks: int = 1,
+        kv_scales: Sequence[str] = (),
+        fp8_weights: Sequence[str] = (),
+        graphs: bool = False,
+    ) -> None:
         """Work out, from the live model alone, which checkpoint tensors it is made of.
 
         Args:
             model: The model inside a vLLM worker, after its first load.
             rank: This rank in its engine, from 0.
             num_ranks: Ranks of the engine, each of which holds its share of the model.
+            kv_scales: Live names of the FP8 scales that a refit brings; none where the KV cache is not FP8.
+            fp8_weights: Modules, by their names in a checkpoint, whose weights the sender casts to FP8.
+            graphs: Whether the engine replays CUDA graphs.
 
         Raises:
-            RuntimeError: If a layer is of a kind that a refit cannot load yet; the message names it.
+            RuntimeError: If a layer is of a kind that a refit cannot load yet, the scales are not those of the model's
+                attention modules, or another layer is FP8 than the sender casts; the message names it.
         """
         self._model: Any = model
         self._rank, self._num_ranks = rank, num_ranks
+        self._scales = LiveScales(model, graphs=graphs)
+        self._scales.require(kv_scales)
+        self._arrived_scales: dict[str, float] = {}
         self._parts = {part.spec.name: part for part in _parts_of(model)}
+        _require_fp8(self._parts, fp8_weights)
+        self._parts |= {name: _scale_part(self._scales, name) for name in kv_scales}
         self._caches_dropped = False
         #: Names in the order of the last refit: a set's digest depends on the sender's order.
         self._order = list(self._parts)
@@ -65,6 +94,7 @@ class LiveWeights:
         """Note, before a refit, whether the engine's prefix cache is empty."""
         self._caches_dropped = caches_dropped
         self._arrived = []
+        self._arrived_scales = {}
 
     @property
     def contents(self) -> Manifest:
@@ -75,7 +105,8 @@ class LiveWeights:
         """Return what a refit has to bring.
 
         Raises:
-            RuntimeError: If the engine's prefix cache could not be emptied: what it holds comes from older weights.
+            RuntimeError: If the engine's prefix cache could not be emptied: what it holds comes from older weights, and was
+                divided by older scales.
         """
         if not self._caches_dropped:
             raise RuntimeError(
@@ -86,21 +117,26 @@ class LiveWeights:
 
     @torch.no_grad()
     def load(self, tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
-        """Give complete tensors to the model's own loader.
+        """Give complete tensors to the model's own loader; scales wait for ``finish``.
 
         Raises:
             RuntimeError: If the loader did not take one of them.
         """
         self.version = None
-        parts = [self._parts[name] for name, _ in tensors]
+        self._arrived += [name for name, _ in tensors]
         if self._num_ranks > 1:
-            for part, (name, tensor) in zip(parts, tensors, strict=True):
-                self._received[name] = (tensor_digest(name, tensor), tensor_digest(name, tensor[part.share]))
+            for name, tensor in tensors:
+                share = self._parts[name].share
+                self._received[name] = (tensor_digest(name, tensor), tensor_digest(name, tensor[share]))
+        self._arrived_scales |= {name: tensor.item() for name, tensor in tensors if self._parts[name].is_scale}
+        weights = [(name, tensor) for name, tensor in tensors if not self._parts[name].is_scale]
+        if not weights:
+            return
+        parts = [self._parts[name] for name, _ in weights]
         for part in parts:
             if part.experts is not None:
                 part.experts.open()
-        loaded = self._model.load_weights(iter(tensors))
-        self._arrived += [name for name, _ in tensors]
+        loaded = self._model.load_weights(iter(weights))
         if loaded is None:
             raise RuntimeError(f"{type(self._model).__name__}.load_weights does not say what it loaded")
         left = [part.spec.name for part in parts if part.parameter not in loaded]
@@ -109,10 +145,12 @@ class LiveWeights:
 
     @torch.no_grad()
     def finish(self, version: int) -> None:
-        """Run the post-load step of what was loaded, then set the version."""
+        """Run the post-load step of what was loaded, set all scales, then the version."""
         for experts in {id(part.experts): part.experts for part in self._parts.values()}.values():
             if experts is not None:
                 experts.close()
+        for name, value in self._arrived_scales.items():
+            self._scales.set(name, value)
         # Whatever arrived, the next refit must find a manifest that names each tensor once.
         self._order = self._arrived if sorted(self._arrived) == sorted(self._parts) else list(self._parts)
         self.version = version
@@ -150,32 +188,63 @@ def _parts_of(model: nn.Module) -> Iterator[_Part]:
         prefix, _, leaf = name.rpartition(".")
         module = modules[prefix]
         _check_loadable(name, parameter, module)
+        # The scales of an FP8 weight lie as it does, in blocks.
+        shaped = f"{prefix}.weight" if leaf == _SCALES else name
         sources = next(((target, s) for target, s in stacked.items() if f"{target}." in f".{name}"), None)
         if is_expert_layer(module):
+            is_fp8 = parameter.dtype == torch.float8_e4m3fn
             if leaf == "w13_weight":
-                yield from _expert_parts(prefix, module)
-            elif leaf != "w2_weight":
+                yield from _fp8_expert_parts(prefix, module) if is_fp8 else _expert_parts(prefix, module)
+            elif leaf not in ("w2_weight", f"w13_{_SCALES}", f"w2_{_SCALES}"):
                 raise RuntimeError(f"expert layer {prefix!r} has a parameter {leaf!r}, which a refit cannot load yet")
         elif sources is not None:
-            yield from _stacked_parts(model, name, module, *sources)
+            yield from _stacked_parts(model, name, shaped, module, *sources)
         elif hasattr(module, "org_vocab_size"):
             yield _part(model, name, name, vocabulary_layout(parameter, module))
         else:
-            yield _part(model, name, name, plain_layout(name, parameter, module))
+            layout = plain_layout(shaped, model.get_parameter(shaped), module)
+            yield _part(model, name, name, layout if shaped == name else block_layout(shaped, layout, BLOCK))
 
 
 def _check_loadable(name: str, parameter: torch.Tensor, module: nn.Module) -> None:
     method = getattr(module, "quant_method", None)
-    if method is not None and not type(method).__name__.startswith("Unquantized"):
+    kernel = getattr(method, "fp8_linear", None)
+    is_plain = method is None or type(method).__name__.startswith("Unquantized")
+    if not is_plain and not keeps_weights(kernel) and not keeps_experts(method):
         raise RuntimeError(
-            f"a refit into a quantised layer is not there yet, but {name!r} is one ({type(method).__name__}); set "
-            "vllm_cfg.precision to auto"
+            f"no refit can load {name!r}: its kernel {type(kernel or method).__name__} keeps weights in a form of its own; "
+            "set vllm_cfg.precision to auto, or keep the layer in bfloat16 with vllm_cfg.quantization_ignored_layer_kws; "
+            "where it should be a kernel of nemo-rl-vllm, its vLLM plugin 'nemo_rl_keep_weights' did not run (VLLM_PLUGINS)"
         )
     if parameter.numel() == 0:
         raise RuntimeError(
             f"the engine has dropped the weights of {name!r} after packing them, so no refit can reach them; is the "
             "vLLM plugin 'nemo_rl_keep_weights' of nemo-rl-vllm switched off (VLLM_PLUGINS)?"
         )
+
+
+def _require_fp8(parts: Mapping[str, _Part], modules: Sequence[str]) -> None:
+    """Check, before the first refit, that the engine's FP8 layers are the modules that the sender casts."""
+    live = {name.removesuffix(".weight") for name, part in parts.items() if part.spec.dtype == "float8_e4m3fn"}
+    for names, words in (
+        (live - set(modules), "is FP8 in the engine, and the sender does not cast it"),
+        (set(modules) - live, "is cast to FP8 by the sender, and not FP8 in the engine"),
+    ):
+        if names:
+            raise RuntimeError(
+                f"{min(names)!r} {words} ({len(names)} such modules): vLLM has other names for them than the checkpoint; keep "
+                "them in bfloat16 with vllm_cfg.quantization_ignored_layer_kws, or set vllm_cfg.precision to auto"
+            )
+
+
+def _scale_part(scales: LiveScales, name: str) -> _Part:
+    """Return the part of one scale, which every rank holds whole."""
+
+    def read() -> torch.Tensor:
+        return torch.tensor(scales.get(name), dtype=torch.float32)
+
+    spec = TensorSpec(name=name, shape=(), dtype="float32")
+    return _Part(spec=spec, parameter=name, share=(), read=read, is_scale=True)
 
 
 def _part(model: nn.Module, checkpoint_name: str, name: str, layout: Layout) -> _Part:
@@ -205,12 +274,17 @@ def _stacked_names(model: nn.Module) -> dict[str, list[tuple[str, Any]]]:
 
 
 def _stacked_parts(
-    model: nn.Module, name: str, module: Any, target: str, sources: Sequence[tuple[str, Any]]
+    model: nn.Module, name: str, shaped: str, module: Any, target: str, sources: Sequence[tuple[str, Any]]
 ) -> Iterator[_Part]:
-    """Yield the parts of a fused linear layer, which lie below one another in its first dimension."""
+    """Yield the parts of a fused linear layer, which lie below one another in its first dimension.
+
+    ``shaped`` is the parameter whose rows say where: the layer's weight where ``name`` is its scales.
+    """
     order = {"q": 0, "k": 1, "v": 2}
     ordered = sorted(sources, key=lambda source: order.get(source[1], source[1]))
-    layouts = fused_layouts(name, model.get_parameter(name), module, [source for source, _ in ordered])
+    layouts = fused_layouts(shaped, model.get_parameter(shaped), module, [source for source, _ in ordered])
+    if shaped != name:
+        layouts = [block_layout(shaped, layout, BLOCK) for layout in layouts]
     for (source, _), layout in zip(ordered, layouts, strict=True):
         checkpoint_name = f".{name}".replace(target, source, 1).removeprefix(".")
         yield _part(model, checkpoint_name, name, layout)
@@ -227,3 +301,36 @@ def _expert_parts(prefix: str, layer: nn.Module) -> Iterator[_Part]:
         spec = TensorSpec(name=name, shape=layout.shape, dtype=experts.dtype)
         read = reader(tensor, expert, layout.place)
         yield _Part(spec=spec, parameter=f"{prefix}.{tensor}", share=layout.share, read=read, experts=experts)
+
+
+def _fp8_expert_parts(prefix: str, layer: nn.Module) -> Iterator[_Part]:
+    """Yield the parts of an expert layer whose kernel takes values and scales as they lie in a checkpoint.
+
+    Raises:
+        RuntimeError: If a tensor has another shape than its parts, as where vLLM has split blocks or padded a share.
+    """
+    live: Any = layer
+    parts = [
+        *(("weight", *part) for part in expert_layouts(prefix, layer)),
+        *(
+            (_SCALES, module, tensor, expert, block_layout(f"{prefix}.{tensor}_weight", layout, BLOCK))
+            for module, tensor, expert, layout in expert_layouts(prefix, layer)
+        ),
+    ]
+    for leaf, module, tensor, expert, layout in parts:
+        name = f"{tensor}_{leaf}"
+        parameter = getattr(live, name)
+        rows, columns = layout.held
+        wanted = [2 * rows if tensor == "w13" else rows, columns]
+        if list(parameter.shape[1:]) != wanted:
+            raise RuntimeError(
+                f"{prefix}.{name} has {list(parameter.shape[1:])} for each expert, and a checkpoint's share {wanted}; take "
+                "fewer ranks, or keep the experts in bfloat16 with vllm_cfg.quantization_ignored_layer_kws"
+            )
+
+        def read(name: str = name, expert: int = expert, place: tuple[slice, ...] = layout.place) -> torch.Tensor:
+            return getattr(live, name).data[expert][place]
+
+        dtype = str(parameter.dtype).removeprefix("torch.")
+        spec = TensorSpec(name=f"{module}.{leaf}", shape=layout.shape, dtype=dtype)
+        yield _Part(spec=spec, parameter=f"{prefix}.{name}", share=layout.share, read=read)

@@ -144,6 +144,11 @@ class VllmGenerationWorker:
                 f"{self._version} computes on {current_platform.device_type}, and this worker was given {self.device}; "
                 "install a build for that device, or set generation's device"
             )
+        if self.settings.kv_scales and current_platform.is_fp8_fnuz():
+            raise errors.BackendIncompatibleError(
+                f"{self._version} keeps FP8 here in the format fnuz, in which a scale means twice as much; set "
+                "vllm_cfg.kv_cache_dtype to auto"
+            )
         arguments = engine_arguments(self.settings, self._folder, rank=self.rank, device=self.device)
         return vllm.LLM(**arguments)
 
@@ -157,6 +162,9 @@ class VllmGenerationWorker:
                     "first_rank": 1 + self.rank * self._num_ranks,
                     "num_receivers": self.world_size * self._num_ranks,
                     "refit": dict(self.settings.refit),
+                    "kv_scales": list(self.settings.kv_scales),
+                    "fp8_weights": list(self.settings.fp8_weights.cast if self.settings.fp8_weights else ()),
+                    "graphs": self.device == "cuda" and not self.settings.options.get("enforce_eager", False),
                     "owner": f"{self.device}:{socket.gethostname()}:{os.getpid()}:generation-{self.rank}",
                 }
             ),

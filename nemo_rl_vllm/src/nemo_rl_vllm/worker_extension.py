@@ -28,7 +28,8 @@ class VllmInternalWorkerExtension:
 
         Args:
             settings: JSON with ``first_rank`` and ``num_ranks`` of this replica, ``num_receivers`` over all replicas,
-                ``refit`` as arguments of ``RefitSettings``, and ``owner``, the replica's name.
+                ``refit`` as arguments of ``RefitSettings``, ``owner``, the replica's name, ``kv_scales``, the live names of
+                the scales that each refit brings, ``fp8_weights``, the modules whose weights come in FP8, and ``graphs``, whether the engine replays CUDA graphs.
 
         Returns:
             JSON with ``tensors``, the number of checkpoint tensors that the model is made of, and ``pid``, or an error.
@@ -37,7 +38,14 @@ class VllmInternalWorkerExtension:
 
         def prepare() -> dict[str, Any]:
             given = json.loads(settings)
-            worker._nemo_rl_weights = LiveWeights(worker.get_model(), rank=worker.rank, num_ranks=given["num_ranks"])
+            worker._nemo_rl_weights = LiveWeights(
+                worker.get_model(),
+                rank=worker.rank,
+                num_ranks=given["num_ranks"],
+                kv_scales=given["kv_scales"],
+                fp8_weights=given["fp8_weights"],
+                graphs=given["graphs"],
+            )
             worker._nemo_rl_receiver = RefitReceiver(
                 rank=given["first_rank"] + worker.rank,
                 num_receivers=given["num_receivers"],

@@ -6,7 +6,9 @@ Run as a script: the interpreter that runs the tests has no engine.
 
 import sys
 import traceback
+from collections.abc import Sequence
 from multiprocessing.connection import Client
+from typing import Any
 
 
 def main(address: str) -> None:
@@ -34,6 +36,8 @@ def main(address: str) -> None:
                     if arguments[0]:
                         worker._llm.reset_prefix_cache = lambda: False
                     answer = None
+                elif name == "prompt_logprobs":
+                    answer = _prompt_logprobs(worker, *arguments)
                 else:
                     answer = getattr(worker, name)(*arguments, **keywords)
                 pipe.send((True, answer))
@@ -41,6 +45,19 @@ def main(address: str) -> None:
                 pipe.send((False, error, traceback.format_exc()))
     if worker is not None:
         worker.shutdown()
+
+
+def _prompt_logprobs(worker: Any, prompts: Sequence[Sequence[int]]) -> list[list[float]]:
+    """Return the logprob of each token of each prompt but the first, which the worker's protocol has no call for."""
+    import vllm  # pyrefly: ignore[missing-import] - only in the engine's environment
+
+    params = vllm.SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0, detokenize=False)
+    given = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
+    outputs = worker._llm.generate(given, params, use_tqdm=False)
+    return [
+        [float(step[token].logprob) for token, step in zip(prompt[1:], output.prompt_logprobs[1:], strict=True)]
+        for prompt, output in zip(prompts, outputs, strict=True)
+    ]
 
 
 if __name__ == "__main__":

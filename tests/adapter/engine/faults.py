@@ -18,6 +18,7 @@ def heal(worker: Any) -> None:
     vars(worker.get_model()).pop("load_weights", None)
     for experts in _experts(worker):
         vars(experts).pop("close", None)
+    vars(worker._nemo_rl_weights._scales).pop("set", None)
 
 
 def on_rank(worker: Any, rank: int, fault: str) -> None:
@@ -34,6 +35,12 @@ def pid(worker: Any) -> int:
 def keeps_prefixes(worker: Any) -> bool:
     """Say whether the engine has a prefix cache; no fault."""
     return worker.vllm_config.cache_config.enable_prefix_caching
+
+
+def kv_scales(worker: Any) -> dict[str, float]:
+    """Return the live scales of the KV cache; no fault."""
+    scales = worker._nemo_rl_weights._scales
+    return {name: scales.get(name) for name in scales.names()}
 
 
 def slow(worker: Any) -> None:
@@ -168,6 +175,71 @@ def corrupt(worker: Any) -> None:
     """Change one live element, after a refit that was fine."""
     with torch.no_grad():
         worker.get_model().get_parameter("model.layers.1.self_attn.o_proj.weight").view(-1)[7] += 1e-3
+
+
+def fp8_layers(worker: Any) -> dict[str, str]:
+    """Return each linear layer's type and kernel, by live name; no fault."""
+    found = {}
+    for name, module in worker.get_model().named_modules():
+        if hasattr(module, "weight") and hasattr(module, "quant_method"):
+            kernel = getattr(module.quant_method, "fp8_linear", None)
+            found[name] = f"{module.weight.dtype} {type(kernel).__name__}"
+    return found
+
+
+def scale_doubled(worker: Any) -> None:
+    """Let the model's loader take one scale of an FP8 weight twice as large as it is."""
+    model, wrong = worker.get_model(), "model.layers.0.self_attn.k_proj.weight_scale_inv"
+    load = model.load_weights
+    model.load_weights = lambda pairs: load((n, t * 2 if n == wrong else t) for n, t in pairs)
+
+
+def misplaced_expert_scale(worker: Any) -> None:
+    """Load the scales of one expert's gate in the place of another's."""
+    model = worker.get_model()
+    load = model.load_weights
+    first, second = (f"model.layers.0.mlp.experts.{expert}.gate_proj.weight_scale_inv" for expert in (1, 2))
+    other = {first: second, second: first}
+    model.load_weights = lambda pairs: load((other.get(n, n), t) for n, t in pairs)
+
+
+def scales_forgotten(worker: Any) -> None:
+    """Let the model's loader pass over all scales of FP8 weights."""
+    model = worker.get_model()
+    load = model.load_weights
+    model.load_weights = lambda pairs: load((n, t) for n, t in pairs if not n.endswith("weight_scale_inv"))
+
+
+def scale_corrupt(worker: Any) -> None:
+    """Change one live scale of an FP8 weight, after a refit that was fine."""
+    with torch.no_grad():
+        worker.get_model().get_parameter("model.layers.1.self_attn.o_proj.weight_scale_inv").view(-1)[1] *= 1.001
+
+
+def float_forgotten(worker: Any) -> None:
+    """Set each scale's buffer and not the Python float that this engine's kernels read."""
+    scales = worker._nemo_rl_weights._scales
+
+    def set_the_buffer(name: str, value: float) -> None:
+        module, kind = scales._find(name)
+        getattr(module, f"_{kind}").fill_(value)
+
+    scales.set = set_the_buffer
+
+
+def scale_dropped(worker: Any) -> None:
+    """Leave the first layer's k_scale as it was."""
+    scales = worker._nemo_rl_weights._scales
+    take = scales.set
+    scales.set = lambda name, value: None if name == "model.layers.0.self_attn.attn.k_scale" else take(name, value)
+
+
+def scales_swapped(worker: Any) -> None:
+    """Give the first layer's k the scale of its v."""
+    scales = worker._nemo_rl_weights._scales
+    take, k, v = scales.set, "model.layers.0.self_attn.attn.k_scale", "model.layers.0.self_attn.attn.v_scale"
+    other = {k: v, v: k}
+    scales.set = lambda name, value: take(other.get(name, name), value)
 
 
 def _load(worker: Any, change: Callable[[str, torch.Tensor], tuple[str, torch.Tensor]]) -> None:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Plain vLLM in the engine's environment: loads checkpoints from disk, one after another, and generates greedily.
 
-Run as a script with one JSON argument: folders, prompts and the number of new tokens. The last line that it prints is
+Run as a script with one JSON argument: folders, prompts, the number of new tokens and the precision. The last line that it prints is
 JSON with, for each checkpoint and prompt, tokens and logprobs.
 """
 
@@ -22,7 +22,8 @@ def main(text: str) -> None:
     for folder in given["folders"]:
         engine = vllm.LLM(
             model=folder,
-            dtype="float32",
+            dtype=given["dtype"],
+            hf_overrides={"head_dtype": "float32"},
             enforce_eager=True,
             enable_prefix_caching=False,
             kv_cache_memory_bytes=2**28,

@@ -208,13 +208,28 @@ class LiveEngine:
 class FreshEngines:
     """Fresh engines that load checkpoints from disk, in a process of their own beside the live one."""
 
-    def __init__(self, python: Path, checkpoints: Sequence[Checkpoint]) -> None:
-        """Begin; ``completions`` waits."""
-        given = {"folders": [str(c.folder) for c in checkpoints], "prompts": PROMPTS, "tokens": NUM_TOKENS}
+    def __init__(
+        self,
+        python: Path,
+        checkpoints: Sequence[Checkpoint],
+        *,
+        dtype: str = "float32",
+        variables: Mapping[str, str] | None = None,
+    ) -> None:
+        """Begin; ``completions`` waits.
+
+        Args:
+            python: The engine's interpreter.
+            checkpoints: What each of them loads.
+            dtype: Precision that they compute in; the head computes in float32.
+            variables: More of the process's environment.
+        """
+        folders = [str(checkpoint.folder) for checkpoint in checkpoints]
+        given = {"folders": folders, "prompts": PROMPTS, "tokens": NUM_TOKENS, "dtype": dtype}
         self._process = subprocess.Popen(
             [str(python), str(HERE / "fresh_side.py"), json.dumps(given)],
             # In one process, which imports the engine once; with the kernels that the live one has.
-            env=environment(VLLM_ENABLE_V1_MULTIPROCESSING="0", NEMO_RL_VLLM_KEEP_WEIGHTS="1"),
+            env=environment(VLLM_ENABLE_V1_MULTIPROCESSING="0", NEMO_RL_VLLM_KEEP_WEIGHTS="1", **(variables or {})),
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
