@@ -156,3 +156,61 @@ def test_real_weights_train_with_the_engine_as_close_as_the_preset_says(site, tm
     assert all(0 < row["train/logprob_gap_p999"] <= gap for row in rows)
     assert all(row["train/token_mult_prob_error"] < mismatch for row in rows)
     assert len({row["refit/digest"] for row in rows}) == 2
+
+
+@pytest.mark.full
+@pytest.mark.timeout(BUILD_LIMIT_S + RUN_LIMIT_S + 60)
+@pytest.mark.parametrize(
+    ("overrides", "ignored", "kv_cache", "counts"),
+    [
+        ((), "layers.3.mlp.down_proj", "auto", "27 modules are cast, 2 stay"),
+        ((), "layers.0", "fp8", "21 modules are cast, 8 stay"),
+        (
+            (
+                *("policy.hf_config.model_type=qwen3_moe", "policy.hf_config.num_experts=4"),
+                *("policy.hf_config.num_experts_per_tok=2", "policy.hf_config.moe_intermediate_size=128"),
+            ),
+            "layers.3.mlp.experts",
+            "auto",
+            "52 modules are cast, 17 stay",
+        ),
+    ],
+    ids=["dense", "with an FP8 KV cache", "experts"],
+)
+def test_an_engine_with_fp8_weights_trains(site, tmp_path, overrides, ignored, kv_cache, counts):
+    """Q32, Q40: the train side casts, the engine computes with it; the experts of one layer stay, as they are told to."""
+    stays = f"quantization_ignored_layer_kws: [{ignored}]"
+    section = f"{{precision: fp8, kv_cache_dtype: {kv_cache}, enforce_eager: true, {stays}}}"
+    given = ("policy.hf_config.head_dim=64", "policy.precision=bfloat16", f"policy.generation.vllm_cfg={section}")
+    plan = nemo_rl(
+        "train", str(TINY), "policy.generation.backend=vllm", *given, *overrides, "--dry-run", env=site, limit_s=200
+    )
+    assert counts in plan.stdout
+    assert f"pattern '{ignored}' hit" in plan.stdout
+    rows = trained(TINY, tmp_path / "run", *given, *overrides, "grpo.max_num_steps=2", env=site)
+    assert [row["generation/weight_version"] for row in rows] == [0, 0, 1]
+    assert len({row["refit/digest"] for row in rows}) == 3
+    print([(row["refit/bytes"], row.get("train/token_mult_prob_error")) for row in rows])
+    assert all(row["train/token_mult_prob_error"] < 1.05 for row in rows[1:])
+
+
+@pytest.mark.full
+@pytest.mark.timeout(BUILD_LIMIT_S + RUN_LIMIT_S + 60)
+def test_an_fp8_kv_cache_gets_new_scales_with_every_refit_on_every_rank(site, tmp_path):
+    """Q24, Q27: declared scales first, then calibrated ones; a rank without them would show in the digest."""
+    overrides = (
+        *("policy.generation.vllm_cfg={kv_cache_dtype: fp8, tensor_parallel_size: 2}", "grpo.max_num_steps=3"),
+        *("cluster.gpus_per_node=3", "policy.generation.colocated.resources.gpus_per_node=2"),
+        "policy.generation.kv_scales.initial=0.5",
+    )
+    plan = nemo_rl("train", str(TINY), "policy.generation.backend=vllm", *overrides, "--dry-run", env=site, limit_s=200)
+    assert "FP8, scales of 4 attention modules with each refit" in plan.stdout
+    rows = trained(TINY, tmp_path / "run", *overrides, env=site)
+    assert [row["generation/weight_version"] for row in rows] == [0, 0, 1, 2]
+    assert [row["kv_scales/calibrated"] for row in rows] == [0.0, 1.0, 1.0, 1.0]
+    assert len({row["refit/digest"] for row in rows}) == 4
+    assert len({row["refit/bytes"] for row in rows}) == 1, "the scales are part of the first refit too"
+    assert all(row["train/token_mult_prob_error"] < 1.03 for row in rows[1:])
+    # The margin of 2, less what one step of training moves; q, k and v of 4 layers.
+    assert all(1.2 < row["kv_scales/headroom"] < 3.0 for row in rows[2:])
+    assert all(row["kv_scales/saturated"] == 0.0 for row in rows[1:])

@@ -9,16 +9,18 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from nemo_rl_core.algorithms.grpo import GRPO, StepLog
+from nemo_rl_core.algorithms.kv_scales import KvScales
 from nemo_rl_core.config.run import RunConfig
 from nemo_rl_core.data.folders import local_folders, read_folder
 from nemo_rl_core.data.tokenizers import build_tokenizer
 from nemo_rl_core.errors import ConfigError, ModelError
+from nemo_rl_core.fp8.model_description import ModelDescription
 from nemo_rl_core.objectives.losses import LossSettings
 from nemo_rl_core.policy.generation import Generation
 from nemo_rl_core.policy.policy import Policy
 from nemo_rl_core.policy.refit import Refitter
 from nemo_rl_core.protocols.generation import SamplingParams
-from nemo_rl_core.protocols.settings import GenerationSettings, ModelSettings, TokenizerSettings
+from nemo_rl_core.protocols.settings import Fp8Weights, GenerationSettings, ModelSettings, TokenizerSettings
 from nemo_rl_core.protocols.workers import WorkerGroup
 from nemo_rl_core.refit.settings import RefitSettings
 from nemo_rl_core.rollout.prompts import EncodedPrompt, PromptSampler, encode_prompts
@@ -59,8 +61,8 @@ def tokenizer_settings(config: RunConfig) -> TokenizerSettings:
     )
 
 
-def policy_settings(config: RunConfig) -> PolicySettings:
-    """Return what every train worker is told."""
+def policy_settings(config: RunConfig, fp8_weights: Fp8Weights | None = None) -> PolicySettings:
+    """Return what every train worker is told; ``fp8_weights`` says what it sends in FP8."""
     policy = config.policy
     scheduler, dynamic = policy.scheduler, policy.dynamic_batching
     return PolicySettings(
@@ -82,6 +84,7 @@ def policy_settings(config: RunConfig) -> PolicySettings:
         temperature=config.generation.temperature,
         activation_checkpointing=policy.dtensor_cfg.activation_checkpointing,
         reference_model=config.needs_reference_model,
+        fp8_weights=fp8_weights,
         collective_timeout_s=config.workers.call_timeout_s,
     )
 
@@ -97,7 +100,11 @@ def sent_files(config: RunConfig) -> dict[str, dict[str, bytes]]:
 
 
 def generation_settings(
-    config: RunConfig, options: Mapping[str, Any], files: Mapping[str, Mapping[str, bytes]] | None = None
+    config: RunConfig,
+    options: Mapping[str, Any],
+    files: Mapping[str, Mapping[str, bytes]] | None = None,
+    attention: ModelDescription | None = None,
+    fp8_weights: Fp8Weights | None = None,
 ) -> GenerationSettings:
     """Return what every generation worker is told.
 
@@ -105,7 +112,10 @@ def generation_settings(
         config: The whole config.
         options: The backend's own section, checked by its schema.
         files: What `sent_files` read; None where the worker has the driver's folders.
+        attention: Which modules get FP8 scales with each refit; None where the KV cache is not FP8.
+        fp8_weights: Which weights come in FP8; None for none.
     """
+    include_q = config.generation.kv_scales.include_q
     return GenerationSettings(
         model=model_settings(config),
         tokenizer=tokenizer_settings(config),
@@ -113,6 +123,8 @@ def generation_settings(
         refit=config.refit.model_dump(),
         options=dict(options),
         parity=config.generation.parity,
+        kv_scales=attention.names(include_q=include_q) if attention else (),
+        fp8_weights=fp8_weights,
         files=files or {},
     )
 
@@ -201,15 +213,31 @@ def _check_files(config: RunConfig, files: Mapping[str, Mapping[str, bytes]], to
 
 
 def assemble(
-    config: RunConfig, ingredients: Ingredients, train_group: WorkerGroup, generation_group: WorkerGroup, log: StepLog
+    config: RunConfig,
+    ingredients: Ingredients,
+    train_group: WorkerGroup,
+    generation_group: WorkerGroup,
+    log: StepLog,
+    *,
+    attention: ModelDescription | None = None,
 ) -> GRPO:
-    """Put the loop together over running workers, wherever they run."""
+    """Put the loop together over running workers, wherever they run.
+
+    Args:
+        config: The whole config.
+        ingredients: What `prepare` built.
+        train_group: The train workers.
+        generation_group: The generation workers.
+        log: Receives every step's metrics.
+        attention: Which modules get FP8 scales with each refit, as the generation workers were told; None for none.
+    """
     policy, generation = Policy(train_group), Generation(generation_group)
     return GRPO(
         config=config,
         policy=policy,
         generation=generation,
-        refitter=Refitter(policy, generation, RefitSettings(**config.refit.model_dump())),
+        refitter=Refitter(policy, generation, RefitSettings(**config.refit.model_dump()), attention=attention),
+        kv_scales=KvScales(attention, config.generation.kv_scales) if attention else None,
         task=ingredients.task,
         tokenizer=ingredients.tokenizer,
         prompts=PromptSampler(ingredients.train, seed=config.grpo.seed),

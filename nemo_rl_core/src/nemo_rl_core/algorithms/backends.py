@@ -12,9 +12,17 @@ from nemo_rl_core import plugins
 from nemo_rl_core.data.folders import local_folders
 from nemo_rl_core.errors import BackendBrokenError, ConfigError
 from nemo_rl_core.protocols.generation import PROTOCOL_NUMBER, BackendSpec
-from nemo_rl_core.protocols.settings import GenerationSettings
+from nemo_rl_core.protocols.settings import Fp8Weights, GenerationSettings
 
-__all__ = ["ChosenBackend", "check_settings", "choose_backend", "load_backend", "num_ranks", "validated_options"]
+__all__ = [
+    "ChosenBackend",
+    "check_settings",
+    "choose_backend",
+    "load_backend",
+    "num_ranks",
+    "settle_fp8_weights",
+    "validated_options",
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,6 +33,8 @@ class ChosenBackend:
         spec: The backend.
         options: Its own section of the config, checked, with defaults.
         num_ranks: Ranks of one replica, each on a slot of its own.
+        fp8_kv_cache: Whether its KV cache is FP8, so that each refit brings scales.
+        fp8_weights: Which weights a refit brings in FP8; None for none.
         distribution: The distribution that brings it; "" where the metadata does not say.
         version: That distribution's version.
         node: Address of the generation node that said all this; "" for the driver itself.
@@ -33,6 +43,8 @@ class ChosenBackend:
     spec: BackendSpec
     options: Mapping[str, Any]
     num_ranks: int
+    fp8_kv_cache: bool
+    fp8_weights: Fp8Weights | None
     distribution: str
     version: str
     node: str = ""
@@ -55,11 +67,14 @@ def choose_backend(name: str, sections: Mapping[str, Any], settings: GenerationS
     # The folders are the driver's, which another machine that is asked for this does not have.
     with local_folders(replace(settings, options=options)) as local:
         check_settings(spec, local)
+        fp8_weights = settle_fp8_weights(spec, local)
     plugin = plugins.discover().get(name)
     return ChosenBackend(
         spec=spec,
         options=options,
         num_ranks=num_ranks(spec, options),
+        fp8_kv_cache=bool(spec.fp8_kv_cache and _named(spec, "say on its KV cache", spec.fp8_kv_cache)(options)),
+        fp8_weights=fp8_weights,
         distribution=plugin.distribution if plugin else "",
         version=plugin.version if plugin else "",
     )
@@ -112,6 +127,29 @@ def check_settings(spec: BackendSpec, settings: GenerationSettings) -> None:
     """
     if spec.settings_check:
         _named(spec, "check of settings", spec.settings_check)(settings)
+
+
+def settle_fp8_weights(spec: BackendSpec, settings: GenerationSettings) -> Fp8Weights | None:
+    """Let the backend say, by the real names of the model's modules, which weights a refit brings in FP8.
+
+    Returns:
+        None for the model's precision.
+
+    Raises:
+        ConfigError: In the backend's words, if its engine could not compute with them.
+        ModelError: If the model cannot be built from its config.
+        BackendBrokenError: If what says so cannot be imported.
+    """
+    if not spec.fp8_weights:
+        return None
+
+    def shapes() -> Mapping[str, tuple[int, int]]:
+        # Building a model takes seconds, and torch, which is not needed where nothing is cast.
+        from nemo_rl_core.workers.fp8_weights import matrix_shapes
+
+        return matrix_shapes(settings.model)
+
+    return _named(spec, "say on FP8 weights", spec.fp8_weights)(settings, shapes)
 
 
 def num_ranks(spec: BackendSpec, options: Mapping[str, Any]) -> int:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from nemo_rl_core.algorithms.kv_scales import KvScales
 from nemo_rl_core.algorithms.mismatch import MismatchAlarm, logprob_gap
 from nemo_rl_core.config.run import RunConfig
 from nemo_rl_core.data.batched_data_dict import BatchedDataDict
@@ -44,6 +45,7 @@ class GRPO:
         sampling: How one rollout completion is sampled, but for its seed.
         loss: What is minimised.
         log: Receives every step's metrics.
+        kv_scales: Scales of the engine's KV cache; None where it is not FP8.
     """
 
     config: RunConfig
@@ -57,6 +59,7 @@ class GRPO:
     sampling: SamplingParams
     loss: LossSettings
     log: StepLog
+    kv_scales: KvScales | None = None
     alarm: MismatchAlarm = field(init=False)
 
     def __post_init__(self) -> None:
@@ -74,11 +77,12 @@ class GRPO:
             rollout = self.roll_out(timer)
             batch = self.prepare(rollout, timer)
             trained = self.optimize(batch, timer)
+            calibrated = self.calibrate(batch, step, timer)
             refit = self.refit(timer)
             validation = self.validate(timer) if self._validates_at(step) else {}
             trained["logprob_gap_p999"] = logprob_gap(batch)
             metrics = _rollout_metrics(rollout) | _train_metrics(trained) | _refit_metrics(refit) | validation
-            self.log(step, metrics | _timing(rollout, timer))
+            self.log(step, metrics | calibrated | _timing(rollout, timer))
             self.alarm.check(step, trained["token_mult_prob_error"], rollout.weight_versions)
 
     def roll_out(self, timer: Timer) -> Rollout:
@@ -116,10 +120,17 @@ class GRPO:
         with timer.time("policy_training"):
             return self.policy.train(batch, self.loss, global_batch_size=self.config.policy.train_global_batch_size)
 
+    def calibrate(self, batch: BatchedDataDict, step: int, timer: Timer) -> dict[str, float]:
+        """Calibrate the scales of an FP8 KV cache under the new weights, on what they were trained on."""
+        if self.kv_scales is None:
+            return {}
+        with timer.time("kv_scale_calibration"):
+            return _scale_metrics(self.kv_scales.calibrate(self.policy, batch, step))
+
     def refit(self, timer: Timer) -> RefitOutcome:
-        """Move the policy's weights into the generation workers."""
+        """Move the policy's weights into the generation workers, and the scales of an FP8 KV cache with them."""
         with timer.time("refit"):
-            return self.refitter.refit()
+            return self.refitter.refit(self.kv_scales.current if self.kv_scales else None)
 
     def validate(self, timer: Timer) -> dict[str, float]:
         """Decode the held-out prompts greedily and count what is right."""
@@ -146,7 +157,8 @@ class GRPO:
     def starting_point(self, timer: Timer) -> dict[str, Any]:
         """Sample as a training step would, and validate, without training."""
         validation = self.validate(timer) if self.config.grpo.val_at_start else {}
-        return _rollout_metrics(self.roll_out(timer)) | validation
+        scales = _scale_metrics(self.kv_scales.status()) if self.kv_scales else {}
+        return _rollout_metrics(self.roll_out(timer)) | validation | scales
 
     def _validates_at(self, step: int) -> bool:
         grpo = self.config.grpo
@@ -174,6 +186,10 @@ def _rollout_metrics(rollout: Rollout) -> dict[str, Any]:
 
 def _train_metrics(trained: Mapping[str, float]) -> dict[str, float]:
     return {f"train/{name}": value for name, value in trained.items()}
+
+
+def _scale_metrics(scales: Mapping[str, float]) -> dict[str, float]:
+    return {f"kv_scales/{name}": value for name, value in scales.items()}
 
 
 def _refit_metrics(refit: RefitOutcome) -> dict[str, Any]:

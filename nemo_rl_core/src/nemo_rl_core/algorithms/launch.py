@@ -84,8 +84,11 @@ def launch(
         device = _device(plan)
         env_vars = {"TQDM_DISABLE": "1", **(_thread_variables(slots) if runtime.is_local else {})}
         roles = [
-            (plan.train, policy_settings(config)),
-            (plan.generation, generation_settings(config, plan.options, files)),
+            (plan.train, policy_settings(config, plan.chosen.fp8_weights)),
+            (
+                plan.generation,
+                generation_settings(config, plan.options, files, plan.attention, plan.chosen.fp8_weights),
+            ),
         ]
         clusters = [_reserve(stack, config, role, device) for role, _ in roles]
         if not runtime.is_local:

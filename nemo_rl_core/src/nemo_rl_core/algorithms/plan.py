@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import torch
 
-from nemo_rl_core.algorithms.assemble import generation_settings, sent_files
+from nemo_rl_core.algorithms.assemble import generation_settings, model_settings, sent_files
 from nemo_rl_core.algorithms.backends import ChosenBackend, choose_backend
 from nemo_rl_core.algorithms.engine import (
     ask_interpreter,
@@ -17,6 +17,7 @@ from nemo_rl_core.algorithms.engine import (
     find_engine,
     worker_environment,
 )
+from nemo_rl_core.algorithms.kv_scales import describe_attention
 from nemo_rl_core.algorithms.remote_backend import ask_for_backend
 from nemo_rl_core.config.run import RunConfig
 from nemo_rl_core.distributed.environments import (
@@ -27,6 +28,7 @@ from nemo_rl_core.distributed.environments import (
 )
 from nemo_rl_core.distributed.venvs import settle
 from nemo_rl_core.errors import BackendAbsentError, ConfigError, UnknownBackendError
+from nemo_rl_core.fp8.model_description import ModelDescription
 from nemo_rl_core.protocols.generation import BackendSpec
 
 __all__ = ["POLICY_WORKER", "RolePlan", "RunPlan", "describe_plan", "make_plan"]
@@ -78,6 +80,7 @@ class RunPlan:
             be asked, or core itself is the engine.
         device: ``cpu``, ``cuda``, or ``auto`` where only the cluster can tell.
         address: The Ray cluster that will be attached to; None for a local one.
+        attention: Which modules of the engine get FP8 scales with each refit; None where its KV cache is not FP8.
     """
 
     train: RolePlan
@@ -86,6 +89,7 @@ class RunPlan:
     engine: str | None
     device: Literal["auto", "cpu", "cuda"]
     address: str | None
+    attention: ModelDescription | None = None
 
     @property
     def backend(self) -> BackendSpec:
@@ -105,12 +109,16 @@ def make_plan(config: RunConfig) -> RunPlan:
         BackendError: If the backend cannot be used; the subclass says why.
         ConfigError: If its section does not fit, the engine could not run what is asked for, or its ranks do not fit
             into the slots.
+        ModelError: If the KV cache is to be FP8 and the model's attention is not known or cannot be calibrated.
         EnvironmentLookupError: If an interpreter does not exist, or an environment is not built.
         ClusterError: If an interpreter does not fit the driver's.
     """
     address = os.environ.get("RAY_ADDRESS") or None
     chosen = _choose(config, address)
     spec, ranks = chosen.spec, chosen.num_ranks
+    attention = None
+    if chosen.fp8_kv_cache:
+        attention = describe_attention(model_settings(config), config.generation.kv_scales)
     placement = config.placement
     replicas_per_node = _replicas(placement.generation_slots_per_node, ranks, spec, config)
     device = _device(config, address)
@@ -141,6 +149,7 @@ def make_plan(config: RunConfig) -> RunPlan:
         engine=engine,
         device=device,
         address=address,
+        attention=attention,
     )
 
 
@@ -155,6 +164,11 @@ def describe_plan(plan: RunPlan) -> list[tuple[str, str]]:
         ("backend", f"{backend.name} (available{node}, protocol {backend.protocol}{engine})"),
         ("backend options", ", ".join(f"{key}={value}" for key, value in plan.options.items()) or "none"),
     ]
+    if plan.attention is not None:
+        lines.append(("kv cache", f"FP8, scales of {len(plan.attention.owners())} attention modules with each refit"))
+    if plan.chosen.fp8_weights is not None:
+        report = plan.chosen.fp8_weights.report.splitlines()
+        lines.append(("fp8 weights", "; ".join(line.strip() for line in report)))
     for role in (plan.train, plan.generation):
         where = role.environment.python or "the node's own interpreter"
         nodes = " + ".join(str(count * role.slots_per_worker) for count in role.bundles_per_node)

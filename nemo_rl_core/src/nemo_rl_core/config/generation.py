@@ -8,7 +8,7 @@ from pydantic import ConfigDict, Field
 
 from nemo_rl_core.config.base import IntList, Section, StrList
 
-__all__ = ["ColocatedSection", "GenerationSection", "ResourcesSection"]
+__all__ = ["ColocatedSection", "GenerationSection", "KvScalesSection", "ResourcesSection"]
 
 
 class ResourcesSection(Section):
@@ -29,6 +29,32 @@ class ColocatedSection(Section):
 
     enabled: bool = Field(default=False, description="Must be false: training and generation have their own devices.")
     resources: ResourcesSection = Field(default_factory=ResourcesSection)
+
+
+class KvScalesSection(Section):
+    """Scales of an FP8 KV cache; without one, nothing here acts."""
+
+    percentile: float = Field(
+        default=100.0,
+        gt=0,
+        le=100,
+        description="Of the magnitudes of all activations of a layer; 100 is their maximum.",
+    )
+    margin: float = Field(
+        default=2.0,
+        ge=1,
+        le=1000,
+        description="Headroom over it. Too small a scale saturates, a larger one costs nothing.",
+    )
+    include_q: bool = Field(
+        default=True, description="Whether queries are calibrated too; vLLM quantises them on Hopper."
+    )
+    initial: float = Field(
+        default=1.0, gt=0, allow_inf_nan=False, description="Every scale until the first calibration, in step 1."
+    )
+    calibration_period: int = Field(
+        default=1, ge=1, description="Steps from one calibration to the next; between them the scales stay."
+    )
 
 
 class GenerationSection(Section):
@@ -54,6 +80,7 @@ class GenerationSection(Section):
         description="`strict` sets both sides up for logprobs as close as they get: float32, and no engine feature that "
         "changes how they are computed. Slower; for finding out where a mismatch comes from.",
     )
+    kv_scales: KvScalesSection = Field(default_factory=KvScalesSection)
     colocated: ColocatedSection = Field(default_factory=ColocatedSection)
 
     def backend_section(self, name: str) -> Mapping[str, Any]:
