@@ -93,7 +93,7 @@ def test_copies_that_differ_are_an_error_and_not_a_value(copy):
         live.get("layers.0.attn.k_scale")
 
 
-@pytest.mark.parametrize("value", [0.0, -1.0, float("inf"), float("nan")])
+@pytest.mark.parametrize("value", [0.0, -1.0, float("inf"), float("nan"), 1e-46, 1e39])
 def test_what_is_no_scale_is_never_set(value):
     live = LiveScales(model_of(Attention()))
     with pytest.raises(RuntimeError, match="positive finite number"):
@@ -171,6 +171,28 @@ def test_a_sink_brings_scales_in_one_transaction_with_the_weights_and_reads_them
     model.attn._v_scale_float = 1.0
     with pytest.raises(RuntimeError, match=r"different values of scale 'attn.v_scale'"):
         sink.live_digests()
+
+
+def test_a_scale_that_is_not_live_fails_the_refit_also_where_no_digest_is_made():
+    sink = LiveWeights(Model(), kv_scales=NAMES)
+    take = sink._scales.set
+    sink._scales.set = lambda name, value: None if name == "attn.v_scale" else take(name, value)
+    sink.begin(caches_dropped=True)
+    sink.load([(name, torch.tensor(0.5)) for name in NAMES])
+    with pytest.raises(RuntimeError, match=r"scale 'attn.v_scale' is not live as it was sent \(1 such\)"):
+        sink.finish(1)
+    assert sink.version is None
+
+
+def test_where_no_scale_of_q_comes_it_is_set_to_one_and_not_left():
+    """Q14: an engine with quantised weights starts with whatever its dummy weights say."""
+    model = Model()
+    LiveScales(model).set("attn.q_scale", 0.25)
+    sink = LiveWeights(model, kv_scales=NAMES[1:])
+    sink.begin(caches_dropped=True)
+    sink.load([(name, torch.tensor(0.5)) for name in NAMES[1:]])
+    sink.finish(1)
+    assert (model.attn._q_scale.item(), model.attn._q_scale_float) == (1.0, 1.0)
 
 
 def test_scales_of_a_refit_that_failed_are_not_set_by_the_next_one():

@@ -49,6 +49,11 @@ def check_settings(settings: GenerationSettings) -> None:
             "policy.generation.vllm_cfg.precision must be auto or that of the policy, whose weights the engine gets: got "
             f"{options.precision} and policy.precision={model.precision}"
         )
+    if options.kv_cache_dtype != "auto" and settings.parity == "strict":
+        raise ConfigError(
+            "policy.generation.parity=strict is for logprobs as close as they get, which an FP8 KV cache is not: got "
+            f"policy.generation.vllm_cfg.kv_cache_dtype={options.kv_cache_dtype!r}; take one of them out"
+        )
     if "head_dtype" in options.hf_overrides:
         raise ConfigError(
             "policy.generation.vllm_cfg.hf_overrides.head_dtype is for policy.logits_precision to say, which both sides "

@@ -20,7 +20,8 @@ _FP8_CACHES = ("fp8", "fp8_e4m3")
 _PLAIN_CACHES = ("auto", "float16", "bfloat16", "float32")
 # Products with a scale in them that a backend fills in once and never again (FlashInfer).
 _DERIVED_ON_IMPL = ("bmm1_scale", "bmm2_scale", "o_sf_scale")
-# Backends whose kernels read the buffers at each call. Another may take the float, which a CUDA graph keeps for ever.
+# Backends whose kernels read the buffers at each call (or that have no graphs, on a CPU). Another may take the float, which
+# a CUDA graph keeps for ever.
 _READ_BUFFERS = ("FLASH_ATTN", "TRITON_ATTN", "CPU_ATTN")
 
 
@@ -71,7 +72,7 @@ class LiveScales:
             raise RuntimeError(
                 f"the engine's model has {len(self._modules)} attention modules with an FP8 KV cache, and a refit would bring "
                 f"other scales than theirs: {'; '.join(faults)}. Keep the KV cache in the model's precision "
-                "(kv_cache_dtype: auto), or describe this model's attention"
+                "(kv_cache_dtype: auto, and a model without a kv_cache_scheme of its own)"
             )
 
     @torch.no_grad()
@@ -89,15 +90,16 @@ class LiveScales:
             RuntimeError: If the value is no scale.
         """
         module, kind = self._find(name)
-        if not (isinstance(value, float) and 0.0 < value < float("inf")):
-            raise RuntimeError(f"scale {name!r} must be a positive finite number, got {value!r}")
+        in_float32 = torch.tensor(value, dtype=torch.float32)
+        if not (torch.isfinite(in_float32) and in_float32 > 0):
+            raise RuntimeError(f"scale {name!r} must be a positive finite number in float32, got {value!r}")
         buffer = getattr(module, f"_{kind}")
-        buffer.fill_(value)
+        buffer.copy_(in_float32)
         # What the buffer holds now, in float32, so that all copies are equal bit for bit.
         setattr(module, f"_{kind}_float", buffer.item())
         on_host = getattr(module, f"_{kind}_cpu", None)
         if on_host is not None:
-            on_host.fill_(value)
+            on_host.copy_(in_float32)
         for derived in _DERIVED_ON_IMPL:
             if getattr(getattr(module, "impl", None), derived, None) is not None:
                 setattr(module.impl, derived, None)
@@ -106,7 +108,7 @@ class LiveScales:
             module._o_scale_float = None
 
     def get(self, name: str) -> float:
-        """Return a scale.
+        """Return a scale. Products that a backend makes of it are not read: ``set`` has them made anew.
 
         Raises:
             KeyError: If no module has this scale.

@@ -149,11 +149,26 @@ class LiveWeights:
         for experts in {id(part.experts): part.experts for part in self._parts.values()}.values():
             if experts is not None:
                 experts.close()
-        for name, value in self._arrived_scales.items():
-            self._scales.set(name, value)
+        self._set_scales()
         # Whatever arrived, the next refit must find a manifest that names each tensor once.
         self._order = self._arrived if sorted(self._arrived) == sorted(self._parts) else list(self._parts)
         self.version = version
+
+    def _set_scales(self) -> None:
+        """Set all scales that arrived, and see that they are live; without digests nobody else would look.
+
+        Raises:
+            RuntimeError: If one is not.
+        """
+        scales = dict(self._arrived_scales)
+        if scales and not any(name.endswith(".q_scale") for name in scales):
+            # Said and not left: vLLM's dummy weights fill in scales too.
+            scales |= {f"{owner}.q_scale": 1.0 for owner in self._scales.owners}
+        for name, value in scales.items():
+            self._scales.set(name, value)
+        wrong = [name for name, value in scales.items() if self._scales.get(name) != value]
+        if wrong:
+            raise RuntimeError(f"scale {wrong[0]!r} is not live as it was sent ({len(wrong)} such); refit again")
 
     def live_digests(self) -> dict[str, str]:
         """Return the digest of every checkpoint tensor that is live here; see ``ShardedSink``.

@@ -106,9 +106,10 @@ def test_the_first_refit_brings_what_was_declared_and_every_later_one_what_was_c
         assert metrics["timing/kv_scale_calibration"] > 0
 
 
+@pytest.mark.filterwarnings("ignore:.*did not fit the FP8 scales")
 def test_drift_is_told_for_the_scales_that_the_batch_was_sampled_under():
     """Declared scales that are far too small: all that the cache held was saturated, and the metric says so."""
-    config = small_config(policy__generation__kv_scales={"initial": 1e-7, "include_q": False}, grpo__max_num_steps=2)
+    config = small_config(policy__generation__kv_scales={"initial": 1e-6, "include_q": False}, grpo__max_num_steps=2)
     with run_with_scales(config) as (grpo, steps, sink):
         grpo.train()
         assert list(sink.scales) == KV
@@ -123,17 +124,44 @@ def test_between_two_calibrations_the_scales_stay():
         grpo.train()
         _, first, second, third = sink.history
         assert first == second != third
-    assert ["kv_scales/saturated" in metrics for _, metrics in steps] == [False, True, False, True]
+    for name in ("kv_scales/saturated", "timing/kv_scale_calibration"):
+        assert [name in metrics for _, metrics in steps] == [False, True, False, True]
 
 
 def without(name):
     return lambda scales: {key: value for key, value in scales.items() if key != name}
 
 
+def test_a_policy_that_has_outgrown_its_scales_is_told():
+    config = small_config(policy__generation__kv_scales={"initial": 1e-6}, grpo__max_num_steps=1)
+    with run_with_scales(config) as (grpo, _, _), pytest.warns(UserWarning, match=r"100.00% of .* raise .*margin"):
+        grpo.train()
+
+
+def test_drift_is_told_for_what_is_live_also_after_a_refit_that_failed():
+    config = small_config()
+    with run_with_scales(config) as (grpo, _, _):
+        grpo.refit(Timer())
+        batch = grpo.prepare(grpo.roll_out(Timer()), Timer())
+        first = grpo.kv_scales.calibrate(grpo.policy, batch)
+        # No refit has brought the new scales: the engine still has the declared ones.
+        assert grpo.kv_scales.calibrate(grpo.policy, batch)["headroom"] == first["headroom"] > 20
+        grpo.refit(Timer())
+        assert grpo.kv_scales.calibrate(grpo.policy, batch)["headroom"] == pytest.approx(2.0, rel=1e-5)
+
+
+def test_before_any_refit_there_is_no_drift_to_tell():
+    with run_with_scales(small_config()) as (grpo, _, _):
+        grpo.refitter.refit(grpo.kv_scales.current)
+        batch = grpo.prepare(grpo.roll_out(Timer()), Timer())
+        assert "headroom" not in grpo.kv_scales.calibrate(grpo.policy, batch)
+
+
 @pytest.mark.parametrize(
     ("change", "said"),
     [
         (lambda _: None, "got 0"),
+        (lambda scales: {name: value for name, value in scales.items() if "q_scale" not in name}, "2 missing"),
         (without(QKV[4]), f"1 missing, the first '{QKV[4]}'"),
         (without(QKV[0]), f"1 missing, the first '{QKV[0]}'"),
         (lambda scales: scales | {"model.layers.7.self_attn.attn.k_scale": 1.0}, "1 that this model does not have"),
@@ -195,3 +223,11 @@ def test_the_declared_scale_is_there_for_q_only_where_q_is_asked_for():
     )
     assert list(KvScales(attention, KvScalesSection(include_q=False)).current) == KV
     assert list(KvScales(attention, KvScalesSection(initial=2.0)).current) == QKV
+
+
+def test_a_scale_of_q_that_the_engine_was_not_told_of_is_refused_on_the_train_side():
+    config = small_config(policy__generation__kv_scales={"include_q": False})
+    with run_with_scales(config) as (grpo, _, _):
+        with pytest.raises(ScaleNameError, match="2 that this model does not have"):
+            grpo.refitter.refit(grpo.kv_scales.current | {name: 1.0 for name in QKV if "q_scale" in name})
+        assert grpo.refit(Timer()).version == 0

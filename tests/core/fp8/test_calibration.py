@@ -122,6 +122,8 @@ def test_a_layer_without_tokens_or_with_zeros_alone_is_an_error_that_names_it():
     with pytest.raises(ModelError, match="layer 0 saw no token"):
         observed(torch.zeros_like(real), acts).scales()
     acts[3][1].zero_()
+    acts[3][0].zero_()
+    # No scale of q is asked for, so zeros there are no reason to stop.
     with pytest.raises(ModelError, match="k in layer 3 are zero"):
         observed(real, acts).scales()
     with pytest.raises(ModelError, match="no attention layer was called"):

@@ -124,13 +124,19 @@ class GRPO:
         """Calibrate the scales of an FP8 KV cache under the new weights, on what they were trained on."""
         if self.kv_scales is None:
             return {}
+        if not self.kv_scales.is_due(step):
+            return _scale_metrics(self.kv_scales.status())
         with timer.time("kv_scale_calibration"):
-            return _scale_metrics(self.kv_scales.calibrate(self.policy, batch, step))
+            return _scale_metrics(self.kv_scales.calibrate(self.policy, batch))
 
     def refit(self, timer: Timer) -> RefitOutcome:
         """Move the policy's weights into the generation workers, and the scales of an FP8 KV cache with them."""
         with timer.time("refit"):
-            return self.refitter.refit(self.kv_scales.current if self.kv_scales else None)
+            if self.kv_scales is None:
+                return self.refitter.refit()
+            outcome = self.refitter.refit(self.kv_scales.current)
+            self.kv_scales.arrived()
+            return outcome
 
     def validate(self, timer: Timer) -> dict[str, float]:
         """Decode the held-out prompts greedily and count what is right."""

@@ -139,7 +139,7 @@ def _add_calibrate(commands: "argparse._SubParsersAction[argparse.ArgumentParser
     )
     calibrate.add_argument("--out", metavar="DIR", required=True, help="a new or empty folder for the result")
     calibrate.add_argument(
-        "--include-q", action="store_true", help="scales for queries too, which vLLM reads on Hopper"
+        "--include-q", action="store_true", help="scales for queries too, which some kernels on NVIDIA GPUs quantise"
     )
     calibrate.add_argument(
         "--percentile",

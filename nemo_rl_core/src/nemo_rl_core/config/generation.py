@@ -44,13 +44,14 @@ class KvScalesSection(Section):
         default=2.0,
         ge=1,
         le=1000,
-        description="Headroom over it. Too small a scale saturates, a larger one costs nothing.",
+        description="Headroom over it. Too small a scale saturates; twice as large a one costs nothing.",
     )
     include_q: bool = Field(
-        default=True, description="Whether queries are calibrated too; vLLM quantises them on Hopper."
+        default=True,
+        description="Whether queries are calibrated too: some kernels on NVIDIA GPUs quantise them, others ignore it.",
     )
     initial: float = Field(
-        default=1.0, gt=0, allow_inf_nan=False, description="Every scale until the first calibration, in step 1."
+        default=1.0, ge=1e-6, le=1e4, description="Every scale until the first calibration, at the end of step 1."
     )
     calibration_period: int = Field(
         default=1, ge=1, description="Steps from one calibration to the next; between them the scales stay."

@@ -144,9 +144,9 @@ class ActivationObserver:
             counts, amax = self._counts[layer].cpu(), self._amax[layer].tolist()
             scales = {}
             for row, kind in enumerate(KINDS):
-                _refuse_unusable(layer, kind, counts[row], amax[row])
-                if kind == "q" and not include_q:
+                if kind == "q" and not include_q and not histogram.non_finite(counts[row]):
                     continue
+                _refuse_unusable(layer, kind, counts[row], amax[row])
                 magnitude = histogram.percentile_of(counts[row], percentile, amax[row])
                 scales[f"{kind}_scale"] = margin * magnitude / E4M3_MAX
             result[f"layer_{layer}"] = scales

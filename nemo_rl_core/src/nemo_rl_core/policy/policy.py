@@ -83,7 +83,7 @@ class Policy:
             batch: ``input_ids`` [B, S] and ``input_lengths`` [B]; take prompts with responses.
             percentile: Of the magnitudes of all activations of a layer and kind; 100 is their maximum.
             margin: Headroom over it, from 1.
-            include_q: Give ``q_scale`` too, which vLLM reads on Hopper.
+            include_q: Give ``q_scale`` too, which vLLM reads where its kernel quantises queries (NVIDIA GPUs).
             previous: Live name to the scale that the engine had while it generated the batch, as ``layers`` of the
                 calibration before: the result then says how the batch fares under them.
             model: Which live modules have scales, for an architecture that ``describe_model`` does not know.

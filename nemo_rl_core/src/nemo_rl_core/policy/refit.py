@@ -45,6 +45,7 @@ class Refitter:
         settings: RefitSettings,
         *,
         attention: ModelDescription | None = None,
+        include_q: bool = True,
     ) -> None:
         """Open the listener on train rank 0.
 
@@ -53,9 +54,10 @@ class Refitter:
             generation: The generation side.
             settings: Sizes and deadlines.
             attention: Which live modules have FP8 scales; None where the engine's KV cache is not FP8.
+            include_q: Whether the engine was told that q has scales too.
         """
         self._policy, self._generation, self._settings = policy, generation, settings
-        self._attention = attention
+        self._attention, self._include_q = attention, include_q
         self._address = policy.open_refit_listener(generation.num_receiving_ranks(), settings)
         self._next_version = 0
 
@@ -103,6 +105,7 @@ class Refitter:
     def _check_scales(self, kv_scales: Mapping[str, float] | None) -> None:
         if self._attention is not None:
             # Left out, they would stay those of other weights, or 1.0: vLLM takes both without a word.
+            self._attention.require(kv_scales or {}, what="given", include_q=self._include_q)
             self._attention.from_vllm(kv_scales or {})
         elif kv_scales:
             raise ScaleNameError(

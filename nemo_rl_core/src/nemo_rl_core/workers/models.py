@@ -74,9 +74,15 @@ def check_model(settings: ModelSettings, tokenizer_size: int) -> None:
 
     Raises:
         ModelError: If the config cannot be read, the folder has no weights, the vocabulary is too small, or the weights
-            could not be sent under a checkpoint's names, or the head cannot compute as asked.
+            could not be sent under a checkpoint's names, the head cannot compute as asked, or the checkpoint is quantised.
     """
-    config = load_config(settings).get_text_config()
+    whole = load_config(settings)
+    config = whole.get_text_config()
+    if getattr(whole, "quantization_config", None) is not None:
+        raise ModelError(
+            "the model's config has a quantization_config, and only plain weights are trained; take the folder that this one "
+            "was made from (nemo-rl calibrate writes such configs for serving)"
+        )
     try:
         model = empty_model(settings)
     except Exception as error:  # transformers raises whatever a config's values happen to break
