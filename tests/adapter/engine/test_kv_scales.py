@@ -122,8 +122,8 @@ def test_a_set_that_is_not_the_engines_is_refused_before_the_first_byte(live, ch
     ("fault", "cause"),
     [
         ("float_forgotten", f"different values of scale '{NAMES[0]}'"),
-        ("scale_dropped", f"first differing tensor: '{NAMES[1]}'"),
-        ("scales_swapped", f"first differing tensor: '{NAMES[1]}'"),
+        ("scale_dropped", f"scale '{NAMES[1]}' is not live as it was sent (1 such)"),
+        ("scales_swapped", f"scale '{NAMES[1]}' is not live as it was sent (2 such)"),
     ],
 )
 def test_a_scale_that_did_not_get_where_it_belongs_fails_the_refit_on_both_sides(live, checkpoints, fault, cause):
