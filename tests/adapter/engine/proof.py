@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """What is asked of a refit into a live engine, whichever family it is."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
-from nemo_rl_core.errors import RefitError
+import torch
+
+from nemo_rl_core.errors import RefitError, RefitRefusedError
 from nemo_rl_core.refit.report import RefitReport
 from tests.adapter.engine.checkpoints import Checkpoint, gap
 from tests.adapter.engine.live import PROMPTS, LiveEngine, greedy
@@ -50,3 +52,12 @@ def same_story(sent: object, received: object, cause: str) -> RefitError:
     assert sent.cause == received.cause
     assert cause in sent.cause
     return received
+
+
+def refused_before_the_first_byte(live: LiveEngine, tensors: Mapping[str, torch.Tensor], cause: str) -> None:
+    """A refit of these tensors is refused on both sides, and what the engine holds stays as it is, and valid."""
+    digest, version = live.call("weights_digest"), live.version
+    error = same_story(*live.refit(tensors), cause)
+    assert isinstance(error, RefitRefusedError)
+    assert live.generate(greedy())[0].weight_version == version
+    assert live.call("weights_digest") == digest
