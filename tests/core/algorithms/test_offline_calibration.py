@@ -3,7 +3,10 @@
 
 import json
 import os
+import re
+import shutil
 import signal
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,10 +17,10 @@ from nemo_rl_core.algorithms import offline_calibration
 from nemo_rl_core.algorithms.offline_calibration import CalibrationJob, calibrate_folder
 from nemo_rl_core.cli.interrupts import terminate_like_interrupt
 from nemo_rl_core.data.tokenizers import character_tokenizer
-from nemo_rl_core.errors import DataError, ModelError, NemoRLError, ScaleNameError
+from nemo_rl_core.errors import DataError, ModelError, ScaleNameError
 from nemo_rl_core.fp8.blockwise import cast_many
 from nemo_rl_core.fp8.model_description import AttentionBlock, ModelDescription
-from nemo_rl_core.fp8.scaled_checkpoint import SCALES_FILE
+from nemo_rl_core.fp8.source_checkpoint import SCALES_FILE
 from nemo_rl_core.protocols.settings import ModelSettings
 from nemo_rl_core.workers.models import random_model
 from tests.core.workers.tiny import CHARACTERS, MODEL
@@ -168,8 +171,13 @@ def test_an_activation_that_is_not_finite_is_told_by_layer_and_nothing_is_writte
             r"vLLM loads no scales into 'model\.layers\.\*\.attn' of JambaForCausalLM",
         ),
         ({"quantization_config": {"quant_method": "awq", "bits": 4}}, ModelError, "is quantised by 'awq'"),
+        (
+            {"architectures": ["BloomForCausalLM"], "model_type": "bloom", "n_layer": 2, "n_head": 4},
+            ModelError,
+            "does not take its attention",
+        ),
     ],
-    ids=["unknown", "MLA", "Jamba", "AWQ"],
+    ids=["unknown", "MLA", "Jamba", "AWQ", "Bloom"],
 )
 def test_what_cannot_be_served_is_refused_before_the_model_is_loaded(job, monkeypatch, values, error, message):
     """Q7."""
@@ -209,17 +217,140 @@ def test_an_empty_folder_is_filled(job):
     assert (job.out / "config.json").is_file()
 
 
-@pytest.mark.parametrize("how", ["Ctrl-C", "SIGTERM", "a full disk"])
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM])
 def test_an_end_in_the_middle_of_writing_leaves_nothing(job, monkeypatch, how):
     def begin_and_end(source, out, scales):
         (out / "config.json").write_text("{}")
-        if how == "a full disk":
-            raise OSError(28, "No space left on device")
-        os.kill(os.getpid(), signal.SIGINT if how == "Ctrl-C" else signal.SIGTERM)
+        os.kill(os.getpid(), how)
         pytest.fail("the signal came later")
 
-    monkeypatch.setattr(offline_calibration, "write_scaled_checkpoint", begin_and_end)
-    with terminate_like_interrupt(), pytest.raises((KeyboardInterrupt, NemoRLError)) as caught:
+    monkeypatch.setattr(offline_calibration, "add_scales", begin_and_end)
+    with terminate_like_interrupt(), pytest.raises(KeyboardInterrupt):
         run(job)
-    assert caught.type is (DataError if how == "a full disk" else KeyboardInterrupt)
+    assert nothing_is_written(job)
+
+
+def test_where_writing_fails_in_the_end_the_scales_are_saved_beside(job, monkeypatch):
+    """The passes may have taken an hour."""
+
+    def full(source, out, scales):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(offline_calibration, "add_scales", full)
+    with pytest.raises(DataError, match=r"cannot be written: .*No space left on device; the scales are in '") as caught:
+        run(job)
+    path = Path(str(caught.value).split("'")[-2])
+    assert sorted(path.name for path in job.out.parent.iterdir()) == sorted(["data.txt", "model", path.name])
+    assert path.name.startswith("out.")
+    assert len(json.loads(path.read_text())["layers"]) == 4
+
+
+def test_where_nothing_can_be_written_in_the_end_that_is_said(job, monkeypatch):
+    def gone(source, out, scales):
+        shutil.rmtree(job.out.parent)
+        raise OSError(2, "No such file or directory")
+
+    monkeypatch.setattr(offline_calibration, "add_scales", gone)
+    job = change(job, out=job.out / "deep" / "out")
+    with pytest.raises(DataError, match="could not be saved either: the calibration is lost"):
+        run(job)
+
+
+def file_in_the_way(job):
+    (job.out.parent / "file").touch()
+    return change(job, out=job.out.parent / "file" / "out")
+
+
+def link(job):
+    job.out.symlink_to("elsewhere")
+    return job
+
+
+def no_room(job):
+    with (job.model / "notes").open("wb") as file:
+        file.truncate(shutil.disk_usage(job.model).free + 2**30)
+    return job
+
+
+@pytest.mark.parametrize(
+    ("prepare", "message"),
+    [
+        (file_in_the_way, "cannot be made"),
+        (link, "must not be a link"),
+        (no_room, "GB free; give a folder with more room"),
+        (lambda job: change(job, out=job.out.with_name("o" * 256)), "File name too long"),
+        (lambda job: change(job, out=Path("/proc/out")), "cannot be made"),
+        (lambda job: change(job, out=Path("/")), "must not be a mount point"),
+    ],
+    ids=["a file in the way", "a link", "no room", "a long name", "not writable", "a mount point"],
+)
+def test_a_place_that_cannot_take_the_result_is_refused_before_the_model_is_loaded(job, monkeypatch, prepare, message):
+    monkeypatch.setattr(offline_calibration, "load_for_calibration", lambda *_: pytest.fail("loaded"))
+    job = prepare(job)
+    before = sorted(job.data.parent.iterdir())
+    with pytest.raises(DataError, match=message):
+        run(job)
+    assert sorted(job.data.parent.iterdir()) == before
+
+
+def test_the_models_files_are_brought_before_it_is_loaded(job, monkeypatch):
+    class LoadedError(Exception):
+        pass
+
+    def stop(*_):
+        (partial,) = [path for path in job.out.parent.iterdir() if path.name.startswith(".out.partial-")]
+        assert (partial / "result" / "model.safetensors").samefile(job.model / "model.safetensors")
+        raise LoadedError
+
+    monkeypatch.setattr(offline_calibration, "load_for_calibration", stop)
+    with pytest.raises(LoadedError):
+        run(job)
+    assert nothing_is_written(job)
+
+
+@pytest.mark.parametrize(
+    ("tensor", "is_refused"),
+    [
+        ("model.layers.0.self_attn.k_proj.bias", True),
+        ("model.layers.0.self_attn.k_proj.weight.outliers", True),
+        ("model.norm.offset", True),
+        ("visual.blocks.0.weight", False),
+        ("model.layers.2.self_attn.k_proj.weight", False),
+    ],
+)
+def test_tensors_that_modules_of_the_model_would_run_without_are_refused(job, tensor, is_refused):
+    tensors = load_file(job.model / "model.safetensors")
+    save_file({**tensors, tensor: torch.ones(2)}, job.model / "model.safetensors", {"format": "pt"})
+    if not is_refused:
+        run(job)
+        return
+    with pytest.raises(ModelError, match=re.escape(repr(tensor))):
+        run(job)
+    assert nothing_is_written(job)
+
+
+def test_what_does_not_go_along_is_said(job):
+    for name in ("report.md", "weights.onnx"):
+        (job.model / name).write_text("the model's own")
+    _, lines = run(job)
+    assert f"not taken along from {job.model}: report.md, weights.onnx" in lines
+    assert (job.out / "report.md").read_text() != "the model's own"
+    assert (job.model / "report.md").read_text() == "the model's own"
+
+
+def test_one_sequence_is_one(job):
+    job.data.write_text("012")
+    assert run(job)[1][0] == "1 sequence, 3 tokens, 0 cut to the limit"
+
+
+@pytest.mark.parametrize(
+    "values",
+    [{"hidden_act": "foo"}, {"hidden_size": -1}, {"num_hidden_layers": "two"}, {"vocab_size": None, "dtype": 3}],
+)
+def test_values_that_make_no_model_are_one_line_before_it_is_loaded(job, monkeypatch, values):
+    monkeypatch.setattr(offline_calibration, "load_for_calibration", lambda *_: pytest.fail("loaded"))
+    rewrite(job.model, **values)
+    with pytest.raises(ModelError) as caught:
+        run(job)
+    assert "\n" not in str(caught.value)
     assert nothing_is_written(job)

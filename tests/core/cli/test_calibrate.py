@@ -2,6 +2,7 @@
 """``nemo-rl calibrate`` as a user calls it; what it does is tested beside ``calibrate_folder``."""
 
 import json
+import shlex
 import subprocess
 import sys
 
@@ -35,7 +36,7 @@ def test_results_go_to_standard_output_and_progress_to_standard_error(arguments,
     assert main([*arguments, *options]) == 0
     out, err = capsys.readouterr()
     assert f"6 scales of 2 attention modules: {tmp_path / 'out'}" in out
-    assert "look at `model.layers." in out  # the percentile lets some saturate
+    assert out.count("saturate") == 1  # what the percentile leaves out is one line
     assert f"vllm serve {tmp_path / 'out'} --kv-cache-dtype fp8" in out
     assert "2 sequences, 8 tokens, 1 cut" in err
     assert "calibrating: 8 of 8 tokens" in err
@@ -47,6 +48,8 @@ def test_results_go_to_standard_output_and_progress_to_standard_error(arguments,
     ("options", "line", "message"),
     [
         (["--margin", "0.5"], "{}", "margin must be between 1 and 1000, got 0.5"),
+        (["--percentile", "0.999"], "{}", "percentile must be from 50 to 100, got 0.999; did you mean 99.9?"),
+        (["--percentile", "49"], "{}", "percentile must be from 50 to 100, got 49.0: all values above it saturate"),
         ([], "{}", "line 3, has the keys []"),
         ([], "no json", "line 3, is no JSON"),
     ],
@@ -60,6 +63,13 @@ def test_bad_input_is_one_message_and_exit_code_2(arguments, tmp_path, capsys, o
     assert message in err
     assert len(err.splitlines()) == 1
     assert not (tmp_path / "out").exists()
+
+
+def test_the_path_to_serve_can_be_pasted_into_a_shell(arguments, tmp_path, capsys):
+    arguments[arguments.index("--out") + 1] = str(tmp_path / "my model's scales")
+    assert main(arguments) == 0
+    command = capsys.readouterr().out.splitlines()[-1].partition("serve it with: ")[2]
+    assert shlex.split(command)[2] == str(tmp_path / "my model's scales")
 
 
 def test_ctrl_c_is_exit_code_130_and_leaves_nothing(arguments, tmp_path, capsys, monkeypatch):

@@ -5,9 +5,9 @@ import json
 
 import pytest
 
-from nemo_rl_core.data.sequences import read_sequences
+from nemo_rl_core.data.sequences import read_sequences, text_tokenizer
 from nemo_rl_core.data.tokenizers import character_tokenizer
-from nemo_rl_core.errors import DataError
+from nemo_rl_core.errors import DataError, ModelError
 
 TOKENIZER = character_tokenizer("abc")  # ids 3, 4, 5; 2 is any other character
 
@@ -34,6 +34,18 @@ def test_special_tokens_stand_before_the_prompt_and_not_before_the_response(tmp_
     path = tmp_path / "data.jsonl"
     path.write_text('{"prompt": "a", "response": "b"}')
     assert read_sequences(path, WithStart, vocab_size=6, max_tokens=10).ids == ((1, 3, 4),)
+
+
+def test_no_end_token_stands_between_prompt_and_response(tmp_path):
+    class WithStartAndEnd:
+        def __call__(self, text, add_special_tokens=True):
+            ids = TOKENIZER(text)["input_ids"]
+            return {"input_ids": [0, *ids, 1] if add_special_tokens else ids}
+
+    path = tmp_path / "data.jsonl"
+    path.write_text('{"prompt": "ab", "response": "b"}\n{"text": "ab"}')
+    sequences = read_sequences(path, WithStartAndEnd, vocab_size=6, max_tokens=10)
+    assert sequences.ids == ((0, 3, 4, 4), (0, 3, 4, 1))
 
 
 def test_a_line_of_a_text_file_is_a_text(tmp_path):
@@ -67,6 +79,12 @@ def test_what_is_too_long_loses_its_end_and_is_counted(tmp_path):
         ('{"input_ids": [1, 6]}', "line 2, has the token id 6, but the model's vocabulary has 6"),
         ('{"input_ids": []}', "line 2, has no token"),
         ('{"text": ""}', "line 2, has no token"),
+        ('{"text": "a\\ud800"}', "line 2, has a 'text' with half of a character"),
+        ('{"prompt": "a", "response": "\\udc00"}', "line 2, has a 'response' with half of a character"),
+        ('{"text": ' + "[" * 100_000, "line 2, is JSON that is nested too deeply"),
+        ('{"' + 1000 * "k" + '": 1}', r"line 2, has the keys \['k{75}\.\.\.;"),
+        ('{"text": ' + 1000 * "3" + "}", r"that is no text, but 3{77}\.\.\.;"),
+        ('{"input_ids": [' + 1000 * "3" + "]}", r"has the token id 3{77}\.\.\., but"),
     ],
 )
 def test_a_malformed_line_is_told_by_its_number_with_the_rule(tmp_path, line, message):
@@ -90,3 +108,36 @@ def test_a_file_without_sequences_is_told(tmp_path, name, contents, message):
 def test_a_file_that_is_not_there_is_told(tmp_path):
     with pytest.raises(DataError, match="cannot be read: No such file"):
         read_sequences(tmp_path / "no.txt", lambda: TOKENIZER, vocab_size=6, max_tokens=3)
+
+
+def test_a_tokenizer_needs_neither_a_padding_nor_an_end_token(tmp_path):
+    tokenizer = character_tokenizer("abc")
+    tokenizer.pad_token = tokenizer.eos_token = None
+    tokenizer.save_pretrained(tmp_path)
+    assert text_tokenizer(tmp_path)("ab")["input_ids"] == [3, 4]
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("tokenizer.json", "{}"),
+        ("tokenizer.json", "[[["),
+        ("tokenizer.json", "[]"),
+        ("tokenizer_config.json", "[[["),
+        ("tokenizer_config.json", "[]"),
+        ("tokenizer_config.json", '{"tokenizer_class": 5}'),
+    ],
+)
+def test_a_broken_tokenizer_is_one_line_with_the_way_out(tmp_path, name, text):
+    TOKENIZER.save_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text('{"model_type": "qwen3"}')
+    (tmp_path / name).write_text(text)
+    with pytest.raises(ModelError, match="give the data as input_ids") as caught:
+        text_tokenizer(tmp_path)
+    assert "\n" not in str(caught.value)
+
+
+def test_an_empty_tokenizer_that_transformers_makes_up_is_told(tmp_path):
+    (tmp_path / "config.json").write_text('{"model_type": "qwen3"}')
+    with pytest.raises(ModelError, match="knows no text: it has special tokens alone"):
+        text_tokenizer(tmp_path)

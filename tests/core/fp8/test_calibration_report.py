@@ -48,11 +48,18 @@ def test_an_outlier_is_pointed_out_and_its_neighbours_are_not():
     assert "k reaches 45, 4.5 times the median of all layers (10)" in remark
 
 
-@pytest.mark.parametrize(("rates", "word"), [({"saturated": 1e-7}, "saturate"), ({"subnormal": 0.02}, "fewer bits")])
-def test_lost_precision_is_pointed_out_for_each_row(rates, word):
-    remarks = list(things_to_look_at(result_of(rows((10.0,), **rates)), MANY))
+def test_lost_precision_is_pointed_out_for_each_row():
+    remarks = list(things_to_look_at(result_of(rows((10.0,), subnormal=0.02)), MANY))
     assert len(remarks) == 2
-    assert all(word in remark for remark in remarks)
+    assert all("fewer bits" in remark for remark in remarks)
+
+
+def test_what_a_percentile_leaves_out_is_one_line_with_the_count_and_the_worst():
+    few, many = rows((10.0,) * 40, saturated=1e-7), rows(saturated=0.02, kinds=("v",))[1]
+    shown = [row for row in few if (row.owner, row.kind) != (many.owner, "v")]
+    (remark,) = things_to_look_at(result_of([*shown, many, *rows((10.0,), ("q",))]), MANY)
+    assert "values of 80 of 81 scales saturate" in remark
+    assert f"at most 2.000 %, of v in `{owner(1)}`" in remark
 
 
 def test_the_report_has_a_line_for_each_row_and_no_share_that_is_rounded_to_none():

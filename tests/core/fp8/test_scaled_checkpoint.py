@@ -1,15 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A checkpoint gets scales: what is written, what is linked, and what is refused."""
+"""A checkpoint gets scales: what is written, what is linked, and what is left out."""
 
 import json
 import os
+import shutil
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from nemo_rl_core.errors import ModelError
-from nemo_rl_core.fp8.scaled_checkpoint import SCALES_FILE, SourceCheckpoint, write_scaled_checkpoint
+from nemo_rl_core.errors import DataError
+from nemo_rl_core.fp8.scaled_checkpoint import add_scales, copy_checkpoint
+from nemo_rl_core.fp8.source_checkpoint import SCALES_FILE, SourceCheckpoint
 
 SCALES = {"model.layers.0.self_attn.attn.k_scale": 0.5, "model.layers.0.self_attn.attn.v_scale": 0.0123456}
 FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic"}
@@ -34,7 +36,9 @@ def folder_of(folder, *, config=None, shards=1, names=("a.weight", "b.weight")):
 
 def written(model, out):
     out.mkdir()
-    write_scaled_checkpoint(SourceCheckpoint.read(model), out, SCALES)
+    source = SourceCheckpoint.read(model)
+    copy_checkpoint(source, out, str)
+    add_scales(source, out, SCALES)
     return out
 
 
@@ -114,33 +118,53 @@ def test_a_model_with_fp8_weights_keeps_its_configuration_and_scales_in_its_dtyp
     assert json.loads((written(model, tmp_path / "out") / "config.json").read_text()) == config
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"config": {"quantization_config": {"quant_method": "awq"}}}, "is quantised by 'awq'"),
-        ({"config": {"quantization_config": FP8, "dtype": "float32"}}, "keeps scales in the model's dtype"),
-        ({"names": ("a.weight", "model.layers.0.self_attn.k_proj.k_scale")}, "has scales of a KV cache already"),
-    ],
-)
-def test_what_could_not_be_served_with_scales_is_refused(tmp_path, options, message):
-    """Q4: scales that stand there twice would be a matter of order."""
-    with pytest.raises(ModelError, match=message):
-        SourceCheckpoint.read(folder_of(tmp_path / "model", **options))
+def test_nothing_is_written_onto_a_file_that_is_there(tmp_path):
+    """It may be another name of the model's own file."""
+    model = folder_of(tmp_path / "model")
+    before = contents(model)
+    source = SourceCheckpoint.read(model)
+    for name in (SCALES_FILE, "config.json", "model.safetensors.index.json"):
+        out = tmp_path / f"out {name}"
+        out.mkdir()
+        os.link(model / "config.json", out / name)
+        with pytest.raises(FileExistsError):
+            add_scales(source, out, SCALES)
+    out = tmp_path / "out"
+    out.mkdir()
+    os.link(model / "config.json", out / "tokenizer.json")
+    with pytest.raises(FileExistsError):
+        copy_checkpoint(source, out, str)
+    assert contents(model) == before
 
 
-def test_a_folder_that_is_no_whole_checkpoint_is_refused(tmp_path):
-    with pytest.raises(ModelError, match="must be a local HF folder"):
-        SourceCheckpoint.read(tmp_path / "none")
-    model = folder_of(tmp_path / "model", shards=2)
-    (model / "model-2.safetensors").unlink()
-    with pytest.raises(ModelError, match=r"lacks 'model-2\.safetensors', which its index names"):
-        SourceCheckpoint.read(model)
-    (model / "model.safetensors.index.json").write_text("[")
-    with pytest.raises(ModelError, match="cannot be read"):
-        SourceCheckpoint.read(model)
-    (model / "model.safetensors.index.json").unlink()
-    with pytest.raises(ModelError, match="scales are added to safetensors alone"):
-        SourceCheckpoint.read(model)
-    (model / "model.safetensors").write_bytes(b"abc")
-    with pytest.raises(ModelError, match="is no safetensors file"):
-        SourceCheckpoint.read(model)
+def test_a_file_system_without_room_for_copies_is_told_before_a_byte_is_copied(tmp_path, monkeypatch):
+    def refuse(*_):
+        raise OSError(18, "Invalid cross-device link")
+
+    model = folder_of(tmp_path / "model")
+    os.truncate(model / "tokenizer.json", 2**25)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(2**30, 2**30 - 2**24, 2**24))
+    monkeypatch.setattr(os, "link", refuse)
+    (tmp_path / "out").mkdir()
+    with pytest.raises(DataError, match=r"needs 0\.05 GB, .* has 0\.02 GB free; give a folder with more room"):
+        copy_checkpoint(SourceCheckpoint.read(model), tmp_path / "out", str)
+    assert list((tmp_path / "out").iterdir()) == []
+
+
+def test_weights_that_are_copied_are_told(tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "link", lambda *_: os.open(tmp_path / "nowhere" / "at all", os.O_RDONLY))
+    (tmp_path / "out").mkdir()
+    lines = []
+    copy_checkpoint(SourceCheckpoint.read(folder_of(tmp_path / "model", shards=2)), tmp_path / "out", lines.append)
+    assert len(lines) == 1
+    assert lines[0].startswith("copying 2 files of weights")
+
+
+def test_what_is_left_out_is_known_by_name(tmp_path):
+    model = folder_of(tmp_path / "model")
+    for name in ("report.md", "kv_scales.json", "pytorch_model.bin", "LICENSE"):
+        (model / name).write_text("the model's own")
+    (model / "onnx").mkdir()
+    source = SourceCheckpoint.read(model)
+    assert source.left_out == ("kv_scales.json", "onnx", "pytorch_model.bin", "report.md")
+    assert source.other_files == ("LICENSE", "tokenizer.json")

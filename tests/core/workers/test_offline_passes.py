@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Calibration passes over a tiny model of each family whose scale names are known."""
 
+import json
 import random
 from collections.abc import Mapping
 
@@ -10,7 +11,8 @@ from transformers import AutoModelForCausalLM
 
 from nemo_rl_core.errors import ModelError
 from nemo_rl_core.fp8.calibration_result import CalibrationRequest, describe_hf_model
-from nemo_rl_core.workers.offline_passes import observe_sequences
+from nemo_rl_core.protocols.settings import ModelSettings
+from nemo_rl_core.workers.offline_passes import observe_sequences, with_observable_attention
 from tests.adapter.engine.scale_models import TINY
 from tests.core.fp8.families import CONFIGS, config_of
 
@@ -29,13 +31,17 @@ REFUSED = {
 CALIBRATED = sorted(set(CONFIGS) - NO_CAUSAL_LM - set(REFUSED))
 
 
-def result_of(architecture):
+def tiny_config(architecture, **changes):
     usual = CONFIGS[architecture][1]
     tiny = {
         name: {**usual.get(name, {}), **value} if isinstance(value, Mapping) else value
         for name, value in TINY[architecture].items()
     }
-    config = config_of(architecture, **tiny)
+    return config_of(architecture, **tiny, **changes)
+
+
+def result_of(architecture):
+    config = tiny_config(architecture)
     request = CalibrationRequest(model=describe_hf_model(config, "not needed"), include_q=True)
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
@@ -57,3 +63,37 @@ def test_what_the_attention_interface_does_not_show_is_refused(architecture):
     """Q7."""
     with pytest.raises(ModelError, match=REFUSED[architecture]):
         result_of(architecture)
+
+
+def tried(folder, architecture, **changes):
+    """What is settled from a folder with a configuration alone."""
+    tiny_config(architecture, **changes).save_pretrained(folder)
+    return with_observable_attention(ModelSettings(folder=str(folder), max_total_sequence_length=1))
+
+
+@pytest.mark.parametrize("architecture", CALIBRATED)
+def test_what_can_be_observed_is_known_without_weights(architecture, tmp_path):
+    assert tried(tmp_path, architecture).attn_implementation in ("sdpa", "eager")
+
+
+@pytest.mark.parametrize("architecture", sorted(NO_CAUSAL_LM))
+def test_a_family_without_a_causal_lm_is_refused_without_weights(architecture, tmp_path):
+    with pytest.raises(ModelError, match="transformers has no causal LM for model_type") as caught:
+        tried(tmp_path, architecture)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("architecture", ["BloomForCausalLM", "FalconForCausalLM"])
+def test_attention_beside_the_interface_is_refused_without_weights(architecture, tmp_path):
+    with pytest.raises(ModelError, match=r"does not take its attention .* keep this model's KV cache in bfloat16"):
+        tried(tmp_path, architecture)
+
+
+@pytest.mark.parametrize("asked", ["flash_attention_2", "flex_attention", "eager"])
+def test_the_attention_that_a_configuration_asks_for_does_not_matter(asked, tmp_path):
+    """It may be one that this machine lacks, or one that cannot be observed."""
+    tiny_config("Qwen3ForCausalLM").save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "_attn_implementation": asked}))
+    settings = with_observable_attention(ModelSettings(folder=str(tmp_path), max_total_sequence_length=1))
+    assert settings.attn_implementation == "sdpa"

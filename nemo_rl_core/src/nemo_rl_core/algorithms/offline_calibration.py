@@ -1,11 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """From a model and a file of texts to a checkpoint that an engine serves with an FP8 KV cache."""
 
-import contextlib
 import json
-import os
-import shutil
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -15,18 +12,28 @@ import transformers
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from nemo_rl_core import __version__
-from nemo_rl_core.data.sequences import Sequences, read_sequences
-from nemo_rl_core.data.tokenizers import load_tokenizer
+from nemo_rl_core.algorithms.output_folder import OutputFolder, require_free_place
+from nemo_rl_core.data.sequences import Sequences, read_sequences, text_tokenizer
 from nemo_rl_core.errors import DataError
 from nemo_rl_core.fp8.calibration import DEFAULT_MARGIN
 from nemo_rl_core.fp8.calibration_report import report_text, rows_of
 from nemo_rl_core.fp8.calibration_result import CalibrationRequest, describe_hf_model
 from nemo_rl_core.fp8.model_description import ModelDescription
 from nemo_rl_core.fp8.scale_picture import scale_picture
-from nemo_rl_core.fp8.scaled_checkpoint import SourceCheckpoint, write_scaled_checkpoint
-from nemo_rl_core.workers.offline_passes import calibration_settings, load_for_calibration, observe_sequences
+from nemo_rl_core.fp8.scaled_checkpoint import add_scales, copy_checkpoint, write_new
+from nemo_rl_core.fp8.source_checkpoint import SourceCheckpoint
+from nemo_rl_core.workers.offline_passes import (
+    calibration_settings,
+    load_for_calibration,
+    observe_sequences,
+    with_observable_attention,
+)
 
 __all__ = ["CalibrationJob", "calibrate_folder"]
+
+#: Below it most of a cache would saturate: it is a share (0.999) given for a percentage, or a slip.
+_LEAST_PERCENTILE = 50
+_MOST_NAMES = 5
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +68,8 @@ class CalibrationJob:
 def calibrate_folder(job: CalibrationJob, tell: Callable[[str], None]) -> dict[str, Any]:
     """Calibrate a model and write its checkpoint with scales, the scales alone, a report and a picture.
 
-    What can be refused is refused before the model is loaded. The folder appears whole, in one step, or not at all.
+    What can be refused is refused before the model is loaded, and the model's files are brought to the output before it
+    too. The folder appears whole, in one step, or not at all.
 
     Args:
         job: What to do.
@@ -76,7 +84,8 @@ def calibrate_folder(job: CalibrationJob, tell: Callable[[str], None]) -> dict[s
         DataError: If the data is malformed, or the output folder holds something or cannot be written.
         ScaleNameError: If the engine loads no scales of this model from a checkpoint.
     """
-    _require_free(job)
+    _require_percentile(job.percentile)
+    require_free_place(job.out, job.model)
     source = SourceCheckpoint.read(job.model)
     settings, config = calibration_settings(str(job.model))
     class_name = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(config.model_type, config.model_type)
@@ -88,17 +97,44 @@ def calibrate_folder(job: CalibrationJob, tell: Callable[[str], None]) -> dict[s
         kept_as=source.kept_as,
     )
     request.model.checkpoint_names(include_q=job.include_q)
+    settings = with_observable_attention(settings)
     device = _device(job.device)
     sequences = _read_data(job, config.get_text_config())
-    tell(f"{len(sequences.ids):,} sequences, {sequences.num_tokens:,} tokens, {sequences.num_cut:,} cut to the limit")
-    tell(f"loading {job.model} on {device}")
-    model = load_for_calibration(settings, device)
-    observer = observe_sequences(model, sequences.ids, batch_tokens=job.batch_tokens, tell=tell)
-    record: dict[str, Any] = {
-        **request.result(observer),
+    count = "1 sequence" if len(sequences.ids) == 1 else f"{len(sequences.ids):,} sequences"
+    tell(f"{count}, {sequences.num_tokens:,} tokens, {sequences.num_cut:,} cut to the limit")
+    with OutputFolder.claim(job.out) as place:
+        try:
+            copy_checkpoint(source, place.folder, tell)
+        except OSError as error:
+            raise DataError(
+                f"the output folder {str(job.out)!r} cannot be filled: {error}; nothing was calibrated"
+            ) from error
+        if source.left_out:
+            tell(f"not taken along from {job.model}: {_listed(source.left_out)}")
+        tell(f"loading {job.model} on {device}")
+        model = load_for_calibration(settings, device)
+        observer = observe_sequences(model, sequences.ids, batch_tokens=job.batch_tokens, tell=tell)
+        result = request.result(observer)
+        ran = {"device": device, "dtype": str(model.dtype)[6:]}
+        record = {**result, **_circumstances(job, source, request, sequences, **ran)}
+        _finish(place, source, request.model, record, job.out)
+    return record
+
+
+def _circumstances(
+    job: CalibrationJob,
+    source: SourceCheckpoint,
+    request: CalibrationRequest,
+    sequences: Sequences,
+    *,
+    device: str,
+    dtype: str,
+) -> dict[str, Any]:
+    """Return what a record says besides the result: what was calibrated, on what, by what."""
+    return {
         "include_q": job.include_q,
         "kept_as": source.kept_as,
-        "model": {**asdict(request.model), "folder": job.model.resolve().name, "dtype": str(model.dtype)[6:]},
+        "model": {**asdict(request.model), "folder": job.model.resolve().name, "dtype": dtype},
         "data": {
             "file": job.data.name,
             "sequences": len(sequences.ids),
@@ -112,28 +148,52 @@ def calibrate_folder(job: CalibrationJob, tell: Callable[[str], None]) -> dict[s
             "transformers": transformers.__version__,
         },
     }
-    with _whole_or_not_at_all(job.out) as folder:
-        write_scaled_checkpoint(source, folder, record["layers"])
-        (folder / "kv_scales.json").write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
-        (folder / "report.md").write_text(report_text(record, _facts(record), sequences.num_tokens), encoding="utf-8")
-        (folder / "scales.svg").write_text(_picture(request.model, record), encoding="utf-8")
-    return record
 
 
-def _require_free(job: CalibrationJob) -> None:
-    """Refuse an output folder that holds something, or that lies in the model's own."""
-    out = job.out.resolve()
-    if out.is_relative_to(job.model.resolve()):
-        raise DataError(f"the output folder {str(job.out)!r} must lie outside of the model's, which is not changed")
+def _finish(
+    place: OutputFolder, source: SourceCheckpoint, model: ModelDescription, record: dict[str, Any], out: Path
+) -> None:
+    """Write what came out, and move the folder to its place; where that fails, save at least the scales.
+
+    Raises:
+        DataError: If it fails; it says where the scales are.
+    """
+    scales = json.dumps(record, indent=2) + "\n"
     try:
-        filled = next(out.iterdir(), None) if out.exists() else None
+        add_scales(source, place.folder, record["layers"])
+        write_new(place.folder / "kv_scales.json", scales)
+        write_new(place.folder / "report.md", report_text(record, _facts(record), record["data"]["tokens"]))
+        write_new(place.folder / "scales.svg", _picture(model, record))
+        place.publish()
     except OSError as error:
-        raise DataError(f"the output {str(job.out)!r} must be a folder that can be written: {error}") from error
-    if filled is not None:
-        raise DataError(
-            f"the output folder {str(job.out)!r} must be new or empty, so that nothing is overwritten; it holds "
-            f"{filled.name!r}"
+        # First, since its copies may be what fills the file system.
+        place.discard()
+        saved = place.rescue("kv_scales.json", scales)
+        kept = (
+            f"the scales are in {str(saved)!r}"
+            if saved
+            else "the scales could not be saved either: the calibration is lost"
         )
+        raise DataError(f"the output folder {str(out)!r} cannot be written: {error}; {kept}") from error
+
+
+def _require_percentile(percentile: float) -> None:
+    """Refuse what would cut most of a cache off, above all a share where a percentage is asked for."""
+    if 0 < percentile <= 1:
+        raise DataError(
+            f"percentile must be from {_LEAST_PERCENTILE} to 100, got {percentile!r}; did you mean {100 * percentile:g}?"
+        )
+    if not _LEAST_PERCENTILE <= percentile <= 100:
+        raise DataError(
+            f"percentile must be from {_LEAST_PERCENTILE} to 100, got {percentile!r}: all values above it saturate; 100 takes "
+            f"the largest, and 99.9 leaves a thousandth of them out"
+        )
+
+
+def _listed(names: Sequence[str]) -> str:
+    """Return the first names, and how many more there are."""
+    shown = ", ".join(names[:_MOST_NAMES])
+    return shown if len(names) <= _MOST_NAMES else f"{shown} and {len(names) - _MOST_NAMES} more"
 
 
 def _device(device: str) -> Literal["cpu", "cuda"]:
@@ -147,30 +207,10 @@ def _read_data(job: CalibrationJob, config: Any) -> Sequences:
     limits = [limit for limit in (job.max_tokens, context) if isinstance(limit, int)]
     return read_sequences(
         job.data,
-        lambda: load_tokenizer(str(job.model)),
+        lambda: text_tokenizer(job.model),
         vocab_size=config.vocab_size,
         max_tokens=min(limits, default=2**31),
     )
-
-
-@contextlib.contextmanager
-def _whole_or_not_at_all(out: Path) -> Generator[Path]:
-    """Give a folder beside the output's place, and move it there when the block is through; else leave nothing.
-
-    Raises:
-        DataError: If something cannot be written.
-    """
-    folder = out.parent / f".{out.name}.partial-{os.getpid()}"
-    try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        folder.mkdir()
-        yield folder
-        # An empty folder there is replaced, one that was filled meanwhile is not.
-        folder.rename(out)
-    except OSError as error:
-        raise DataError(f"the output folder {str(out)!r} cannot be written: {error}") from error
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _facts(record: dict[str, Any]) -> dict[str, str]:

@@ -2,6 +2,7 @@
 """``nemo-rl calibrate``: a checkpoint with FP8 KV scales, from a model and a file of texts."""
 
 import argparse
+import shlex
 import sys
 from pathlib import Path
 
@@ -34,7 +35,8 @@ def run(options: argparse.Namespace) -> int:
     for remark in things_to_look_at(record, record["data"]["tokens"]):
         print(f"look at {remark}")
     print(f"{len(record['layers'])} scales of {len(record['rates'])} attention modules: {job.out}")
-    print(f"read {job.out / 'report.md'}; serve it with: vllm serve {job.out} --kv-cache-dtype fp8")
+    served = shlex.quote(str(job.out))
+    print(f"read {job.out / 'report.md'}; serve it with: vllm serve {served} --kv-cache-dtype fp8")
     return 0
 
 

@@ -61,7 +61,7 @@ def rows_of(result: Mapping[str, Any]) -> tuple[Row, ...]:
 
 
 def things_to_look_at(result: Mapping[str, Any], num_tokens: int) -> Iterator[str]:
-    """Yield a sentence where data are few, for each outlier, and for each row that loses precision.
+    """Yield a sentence where data are few, for each outlier, for all that saturates, and for each row that loses precision.
 
     Args:
         result: As a calibration gives it.
@@ -83,11 +83,13 @@ def things_to_look_at(result: Mapping[str, Any], num_tokens: int) -> Iterator[st
                     f"layers ({typical:.4g}). An outlier like this is common in first layers and where projections have a "
                     f"bias; its own scale covers it."
                 )
+    if saturated := [row for row in rows if row.saturated > 0]:
+        worst = max(saturated, key=lambda row: row.saturated)
+        yield (
+            f"the percentile: values of {len(saturated)} of {len(rows)} scales saturate, because it leaves them out; at most "
+            f"{_percent(worst.saturated)}, of {worst.kind} in `{worst.owner}`."
+        )
     for row in rows:
-        if row.saturated > 0:
-            yield (
-                f"`{row.owner}`: {_percent(row.saturated)} of {row.kind} saturate, because the percentile leaves them out."
-            )
         if row.subnormal > MANY_SUBNORMAL:
             yield (
                 f"`{row.owner}`: {_percent(row.subnormal)} of {row.kind} are so small beside the largest that e4m3 keeps "

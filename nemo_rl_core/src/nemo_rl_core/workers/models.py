@@ -17,6 +17,7 @@ from nemo_rl_core.workers.output_head import compute_head_in_float32
 __all__ = [
     "LogprobModel",
     "build_model",
+    "build_with_unexpected",
     "check_logprobs",
     "check_model",
     "empty_model",
@@ -122,8 +123,13 @@ def build_model(settings: ModelSettings, dtype: torch.dtype) -> PreTrainedModel:
     Raises:
         ModelError: If the folder has no weights or they do not fit the config.
     """
+    return build_with_unexpected(settings, dtype)[0]
+
+
+def build_with_unexpected(settings: ModelSettings, dtype: torch.dtype) -> tuple[PreTrainedModel, list[str]]:
+    """Build as ``build_model``; also return the names of those tensors of the folder that the model has no place for."""
     if settings.folder is None:
-        return random_model(settings, dtype)
+        return random_model(settings, dtype), []
     try:
         model, info = AutoModelForCausalLM.from_pretrained(
             settings.folder,
@@ -141,7 +147,7 @@ def build_model(settings: ModelSettings, dtype: torch.dtype) -> PreTrainedModel:
             f"the weights in {settings.folder!r} lack {len(missing)} of the model's parameters, which would stay random: "
             f"{missing[:5]}"
         )
-    return model
+    return model, sorted(info["unexpected_keys"])
 
 
 def random_model(settings: ModelSettings, dtype: torch.dtype, *, seed_offset: int = 0) -> PreTrainedModel:
