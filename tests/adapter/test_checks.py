@@ -13,8 +13,9 @@ from nemo_rl_vllm.config import VllmConfig
 TINY = {"model_type": "qwen3", "num_attention_heads": 4, "max_position_embeddings": 16}
 
 
-def settings(model: ModelSettings | None = None, **options: object) -> GenerationSettings:
+def settings(model: ModelSettings | None = None, parity: str = "default", **options: object) -> GenerationSettings:
     return GenerationSettings(
+        parity=parity,
         model=model or ModelSettings(hf_config=TINY, precision="float32", max_total_sequence_length=8),
         tokenizer=TokenizerSettings(characters="01"),
         options=VllmConfig.model_validate(options).model_dump(),
@@ -45,6 +46,10 @@ def test_settings_that_the_engine_can_run_pass(options):
         ({"load_format": "safetensors"}, r"load_format must be dummy"),
         ({"enable_vllm_metrics_logger": True}, r"enable_vllm_metrics_logger=True is not there yet"),
         ({"expert_parallel_size": 2}, r"expert_parallel_size=2 is not there yet"),
+        (
+            {"hf_overrides": {"quantization_config": {"quant_method": "fp8"}}},
+            r"quantization_config asks .*: quantised checkpoints are not trained, .* take it out",
+        ),
         (
             {"hf_overrides": {"hidden_size": 256}},
             r"hf_overrides\.hidden_size=256 .* does not say; .*hf_config_overrides",
@@ -82,6 +87,20 @@ def test_fp8_that_cannot_be_had_is_refused_with_the_key(model, options, words):
     """Q32: a quantisation of the user's own does not win, and does not lose in silence."""
     with pytest.raises(ConfigError, match=words):
         check_settings(settings(model, precision="fp8", **options))
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+def test_strict_parity_and_fp8_weights_exclude_each_other(precision):
+    """Not one error for each of the two precisions that they ask for."""
+    model = ModelSettings(hf_config=TINY, precision=precision, max_total_sequence_length=8)
+    with pytest.raises(ConfigError, match=r"parity=strict and .*precision=fp8 exclude each other"):
+        check_settings(settings(model, parity="strict", precision="fp8"))
+
+
+@pytest.mark.parametrize("given", ["mlp.experts", None, [1], {"mlp.experts": True}])
+def test_patterns_that_are_no_list_of_texts_are_told_so(given):
+    with pytest.raises(ValueError, match=r"quantization_ignored_layer_kws\n.*must be a list of texts, such as"):
+        settings(BF16, precision="fp8", quantization_ignored_layer_kws=given)
 
 
 def test_a_model_folder_is_read_and_a_nested_text_config_counts(tmp_path):

@@ -146,7 +146,7 @@ def test_listing_loads_neither_an_adapter_nor_an_engine(tmp_path):
         ("torch", set()),
         (
             "vllm",
-            {"nemo_rl_vllm"} | {f"nemo_rl_vllm.{name}" for name in ("checks", "config", "fp8", "plugin")},
+            {"nemo_rl_vllm"} | {f"nemo_rl_vllm.{name}" for name in ("checks", "config", "fp8", "fp8_blocks", "plugin")},
         ),
     ],
 )

@@ -4,8 +4,13 @@
 import json
 import os
 import pickle
+import re
+import sys
+from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from nemo_rl_core.algorithms.backends import ChosenBackend, choose_backend
 from nemo_rl_core.algorithms.remote_backend import _describe
@@ -13,10 +18,13 @@ from nemo_rl_core.distributed.environments import current_interpreter
 from nemo_rl_core.errors import ConfigError
 from nemo_rl_core.fp8 import blockwise
 from nemo_rl_core.protocols.settings import Fp8Weights, GenerationSettings, ModelSettings, TokenizerSettings
+from nemo_rl_core.refit.manifest import TensorSpec
+from nemo_rl_vllm import worker
 from nemo_rl_vllm.config import VllmConfig
-from nemo_rl_vllm.engine import EngineFolder, engine_arguments
-from nemo_rl_vllm.engine_plugin import FP8_WEIGHTS
+from nemo_rl_vllm.engine import EngineFolder, engine_arguments, failure
+from nemo_rl_vllm.engine_plugin import FP8_WEIGHTS, KEEP_WEIGHTS
 from nemo_rl_vllm.fp8 import BLOCK, fp8_weights, init_fp8
+from nemo_rl_vllm.live_weights import _Part, _require_fp8
 
 MODEL = ModelSettings(
     hf_config={"model_type": "qwen3", "num_attention_heads": 4, "num_key_value_heads": 2}, precision="bfloat16"
@@ -199,7 +207,35 @@ def test_the_switch_of_the_plugin_follows_each_engine_of_a_process(weights, monk
     )
     folder.set_environment("cpu")
     assert os.environ[FP8_WEIGHTS] == ("1" if weights else "0")
+    assert os.environ[KEEP_WEIGHTS] == "1"
     folder.remove()
+    assert {name: value for name, value in os.environ.items() if name.startswith("NEMO_RL_VLLM_")} == {
+        FP8_WEIGHTS: "left by another engine"
+    }
+
+
+@pytest.mark.parametrize(("weights", "steps"), [(None, ["LLM"]), (Fp8Weights(cast=("a",)), ["kernels", "LLM"])])
+def test_the_worker_has_the_kernels_before_it_builds_an_engine_of_fp8_weights(weights, steps, monkeypatch):
+    """In its own process, or a fork of it, vLLM runs plugins no second time; nor at all where VLLM_PLUGINS leaves them out."""
+    done: list[str] = []
+    platform = SimpleNamespace(device_type="cpu", is_fp8_fnuz=lambda: False)
+    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(LLM=lambda **_: done.append("LLM")))
+    monkeypatch.setitem(sys.modules, "vllm.platforms", SimpleNamespace(current_platform=platform))
+    monkeypatch.setattr(worker, "keep_weights_loadable", lambda: done.append("kernels"))
+    made = object.__new__(worker.VllmGenerationWorker)
+    made.settings = replace(settings(precision="fp8" if weights else "auto"), fp8_weights=weights)
+    made.rank, made.device, made._folder = 0, "cpu", SimpleNamespace(path="folder")
+    made._start()
+    assert done == steps
+
+
+@pytest.mark.parametrize(("words", "is_told"), [("Failed to find a kernel that can implement it", True), ("no", False)])
+def test_an_engine_without_kernels_names_the_plugin_that_brings_them(words, is_told):
+    model = ModelSettings(hf_config={"model_type": "qwen3"}, precision="bfloat16")
+    folder = EngineFolder(GenerationSettings(model=model, tokenizer=TokenizerSettings(characters="01")))
+    told = str(failure(ValueError(words), "start", "vllm 0.32.0", folder))
+    folder.remove()
+    assert ("'nemo_rl_keep_weights'" in told and "VLLM_PLUGINS" in told) == is_told
 
 
 WIDE = {
@@ -256,6 +292,126 @@ def test_what_does_not_fit_the_real_model_is_refused_before_any_worker_starts(op
     """Q38, Q40."""
     with pytest.raises(ConfigError, match=words):
         chosen(precision="fp8", **options)
+
+
+QWEN2_MOE = {"model_type": "qwen2_moe", "intermediate_size": 512, "shared_expert_intermediate_size": 192}
+QWEN3_MOE = {"model_type": "qwen3_moe", "intermediate_size": 320, "mlp_only_layers": [0]}
+FEW_EXPERTS = {"num_experts": 2, "num_experts_per_tok": 2, "moe_intermediate_size": 256}
+
+
+@pytest.mark.parametrize(
+    ("config", "ranks", "advice"),
+    [
+        (QWEN2_MOE, 1, ["shared_expert.gate_up_proj"]),
+        (QWEN2_MOE, 2, ["shared_expert.gate_up_proj", "shared_expert.down_proj"]),
+        (QWEN3_MOE, 1, ["mlp.gate_up_proj"]),
+        (QWEN3_MOE, 2, ["mlp.gate_up_proj", "mlp.down_proj"]),
+    ],
+)
+def test_the_way_out_of_a_cut_block_is_accepted_and_leaves_the_experts_cast(config, ranks, advice, monkeypatch):
+    """What the message says is followed word by word."""
+    shape = {"hidden_size": 256, "num_attention_heads": 2, "num_key_value_heads": 2}
+    for key, value in {**shape, **FEW_EXPERTS, **config}.items():
+        monkeypatch.setitem(WIDE, key, value)
+    given = {
+        "precision": "fp8",
+        "tensor_parallel_size": ranks,
+        "quantization_ignored_layer_kws": ["layers.1.self_attn"],
+    }
+    with pytest.raises(ConfigError) as refused:
+        chosen(**given)
+    told = re.search(r"quantization_ignored_layer_kws: \[(.*)\]", str(refused.value))
+    assert told is not None
+    given["quantization_ignored_layer_kws"] = told[1].split(", ")
+    assert given["quantization_ignored_layer_kws"] == ["layers.1.self_attn", *advice]
+    weights = chosen(**given).fp8_weights
+    assert any(".experts." in name for name in weights.cast)
+    assert not any(".experts." in name for name in weights.ignored)
+
+
+def at(name: str, rows: int, columns: int = 256) -> dict[str, tuple[int, int]]:
+    return {f"model.layers.0.{name}": (rows, columns), "model.layers.0.ok.down_proj": (256, 512)}
+
+
+@pytest.mark.parametrize(
+    ("found", "ranks", "words"),
+    [
+        (at("self_attn.qkv_proj", 4 * 96 + 4 * 96), 1, r"parts of 384, 192, 192 rows .*\[qkv_proj\]"),
+        (at("mlp.gate_up_proj", 640), 1, r"parts of 320, 320 rows .*\[gate_up_proj\]"),
+        (at("mlp.gate_up_proj", 512), 4, r"64 rows of it .*take fewer"),
+        (at("mlp.fc1", 320), 2, "160 rows of it"),
+        (at("mlp.c_fc", 320), 2, "160 rows of it"),
+        (at("self_attn.q_b_proj", 192), 2, "96 rows of it"),
+        (at("self_attn.kv_b_proj", 192), 2, "96 rows of it"),
+        (at("mlp.fc2", 256, 320), 2, "160 columns of it"),
+        (at("mlp.c_proj", 256, 320), 2, "160 columns of it"),
+        (at("self_attn.out_proj", 256, 320), 2, "160 columns of it"),
+        (at("linear_attn.in_proj_z", 320), 2, "160 rows of it"),
+        (at("linear_attn.in_proj_qkv", 320), 1, r"320 rows, .*\[in_proj_qkvz\]"),
+        (at("self_attn.q_a_proj", 192), 1, r"192 rows, .*\[fused_qkv_a_proj\]"),
+        (at("self_attn.dense", 320), 2, r"not known whether rows or columns .*take fewer ranks, or .*\[dense\]"),
+    ],
+)
+def test_each_kind_of_layer_that_vllm_shares_out_or_fuses_is_checked(found, ranks, words):
+    with pytest.raises(ConfigError, match=words):
+        settle(found, tensor_parallel_size=ranks)
+
+
+@pytest.mark.parametrize(
+    ("found", "ranks"),
+    [
+        (at("self_attn.qkv_proj", 8 * 128), 1),
+        (at("mlp.gate_up_proj", 512), 2),
+        (at("mlp.c_fc", 320, 320), 1),
+        (at("self_attn.dense", 512, 512), 2),
+        (at("self_attn.dense", 320, 320), 1),
+        (at("self_attn.q_a_proj", 128, 320), 2),
+        (at("self_attn.kv_a_proj_with_mqa", 192), 2),
+    ],
+)
+def test_what_cuts_no_block_passes(found, ranks):
+    assert len(settle(found, tensor_parallel_size=ranks).cast) == 2
+
+
+def test_the_fused_parts_of_phi_3_may_end_inside_a_block_where_the_scales_still_follow_one_another():
+    """Parts of 384, 96 and 96 rows: three blocks and one for each, which is what the whole layer has."""
+    model = replace(MODEL, hf_config={**MODEL.hf_config, "num_key_value_heads": 1})
+    given = replace(settings(), model=model)
+    assert len(fp8_weights(given, lambda: at("self_attn.qkv_proj", 576)).cast) == 2
+
+
+def test_fewer_ranks_are_advised_only_where_they_help():
+    found = shapes({**ATTENTION, "k_proj": (64, 256), "v_proj": (64, 256)})
+    with pytest.raises(ConfigError, match=r"\[64, 256\]; keep it"):
+        settle(found, tensor_parallel_size=2)
+
+
+def test_experts_in_one_tensor_are_refused():
+    """No pattern would reach what vLLM calls them."""
+    with pytest.raises(
+        ConfigError, match=r"cannot be had for this model yet: .*input_linear', \[4, 512, 256\]\), .* auto"
+    ):
+        settle({**shapes(), "model.layers.0.moe.input_linear": (4, 512, 256)})
+
+
+def test_malformed_patterns_are_told_with_the_section():
+    for patterns in (("re:.*",), ("mlp", "mlp")):
+        with pytest.raises(ConfigError, match=r"policy\.generation\.vllm_cfg: quantization_ignored_layer_kws holds"):
+            settle(quantization_ignored_layer_kws=patterns)
+
+
+@pytest.mark.parametrize(
+    ("live", "sent", "words"),
+    [
+        (["a", "experts.0.w"], ["a"], r"'experts\.0\.w' is FP8 in the engine, .* cannot be refitted .*to auto$"),
+        (["a"], ["a", "b"], r"'b' is cast to FP8 by the sender, .*quantization_ignored_layer_kws"),
+    ],
+)
+def test_a_pattern_is_advised_only_where_one_can_hit(live, sent, words):
+    spec = TensorSpec(name="", shape=(1,), dtype="float8_e4m3fn")
+    parts = {f"{name}.weight": _Part(spec=spec, parameter=name, share=(), read=lambda: torch.zeros(1)) for name in live}
+    with pytest.raises(RuntimeError, match=words):
+        _require_fp8(parts, sent)
 
 
 def test_the_block_is_that_of_the_cast():

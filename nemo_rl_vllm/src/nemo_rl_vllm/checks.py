@@ -43,7 +43,7 @@ def check_settings(settings: GenerationSettings) -> None:
             f"{options.load_format!r}"
         )
     if options.precision == "fp8":
-        _check_fp8(options, model)
+        _check_fp8(options, model, settings.parity)
     elif options.precision not in ("auto", model.precision):
         raise ConfigError(
             "policy.generation.vllm_cfg.precision must be auto or that of the policy, whose weights the engine gets: got "
@@ -59,14 +59,25 @@ def check_settings(settings: GenerationSettings) -> None:
             "policy.generation.vllm_cfg.hf_overrides.head_dtype is for policy.logits_precision to say, which both sides "
             f"follow; got {options.hf_overrides['head_dtype']!r}; take it out"
         )
+    if options.precision != "fp8" and "quantization_config" in options.hf_overrides:
+        raise ConfigError(
+            "policy.generation.vllm_cfg.hf_overrides.quantization_config asks for a quantised engine, got "
+            f"{options.hf_overrides['quantization_config']!r}: quantised checkpoints are not trained, and a refit brings plain "
+            "weights; take it out, or set vllm_cfg.precision to fp8 for weights that each refit casts"
+        )
     _check_overrides(options, model)
     _check_lengths(options, model)
     _check_parallel(options, model)
 
 
-def _check_fp8(options: VllmConfig, model: ModelSettings) -> None:
+def _check_fp8(options: VllmConfig, model: ModelSettings, parity: str) -> None:
     """Refuse what FP8 weights cannot be had with."""
     section = "policy.generation.vllm_cfg"
+    if parity == "strict":
+        raise ConfigError(
+            f"policy.generation.parity=strict and {section}.precision=fp8 exclude each other: strict is for logprobs as close "
+            "as they get, in float32, which FP8 weights are not; take one of them out"
+        )
     if model.precision != "bfloat16":
         raise ConfigError(
             f"{section}.precision=fp8 needs policy.precision: bfloat16, the type that the engine computes in round its FP8 "

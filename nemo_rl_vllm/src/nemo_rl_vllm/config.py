@@ -4,7 +4,7 @@
 from collections.abc import Mapping
 from typing import Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 __all__ = ["VllmConfig", "fp8_kv_cache", "num_ranks"]
 
@@ -32,7 +32,8 @@ class VllmConfig(BaseModel):
         use_deep_gemm: Use DeepGEMM kernels for FP8.
         num_first_layers_in_bf16: Layers at the start that stay in bfloat16 under FP8.
         num_last_layers_in_bf16: Layers at the end that stay in bfloat16 under FP8.
-        quantization_ignored_layer_kws: Layers with one of these in their name stay in bfloat16 under FP8.
+        quantization_ignored_layer_kws: Patterns, each one or more whole components of module names, of what stays in
+            bfloat16 under FP8.
         pow2_weight_scaling_factors: Round weight scales to powers of two under FP8.
         pow2_activation_scaling_factors: Round activation scales to powers of two under FP8.
         enable_vllm_metrics_logger: Log the engine's own metrics.
@@ -65,6 +66,18 @@ class VllmConfig(BaseModel):
     enable_vllm_metrics_logger: bool = False
     vllm_metrics_logger_interval: float = Field(default=0.5, gt=0.0)
     hf_overrides: dict[str, Any] = Field(default_factory=dict)
+
+    @field_validator("quantization_ignored_layer_kws", mode="before")
+    @classmethod
+    def _check_list(cls, given: Any) -> Any:
+        """Ask for a list in the words of a config, which has no tuples.
+
+        Raises:
+            ValueError: If it is anything else, or holds something that is no text.
+        """
+        if not isinstance(given, list | tuple) or not all(isinstance(pattern, str) for pattern in given):
+            raise ValueError("must be a list of texts, such as [mlp.down_proj]")
+        return given
 
     @model_validator(mode="after")
     def _check_combinations(self) -> Self:

@@ -31,6 +31,9 @@ _EXTENSION = "nemo_rl_vllm.worker_extension.VllmInternalWorkerExtension"
 _LOGGING = "VLLM_LOGGING_CONFIG_PATH"
 _NUM_LAST_LINES = 20
 
+#: What vLLM says where none of its kernels for a quantised layer may be used.
+_NO_KERNEL = "Failed to find a kernel"
+
 #: The last line of a traceback, such as ``ValueError: no room``.
 _EXCEPTION = re.compile(r"(\w+\.)*\w*(Error|Exception)(:|$)")
 
@@ -71,6 +74,8 @@ class EngineFolder:
             ModelError: If either cannot be built from the settings.
         """
         self._has_fp8_weights = settings.fp8_weights is not None
+        #: The plugin's switches: what this folder set, and what was there before.
+        self._switches: dict[str, tuple[str, str | None]] = {}
         self._folder = tempfile.TemporaryDirectory(prefix="nemo-rl-vllm-")
         self.path = Path(self._folder.name)
         self.log = self.path / "engine.log"
@@ -113,8 +118,9 @@ class EngineFolder:
         # Nothing is fetched and nothing is reported at run time.
         os.environ.setdefault("HF_HUB_OFFLINE", "1")
         os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
-        os.environ[KEEP_WEIGHTS] = "1"
-        os.environ[FP8_WEIGHTS] = "1" if self._has_fp8_weights else "0"
+        for name, value in ((KEEP_WEIGHTS, "1"), (FP8_WEIGHTS, "1" if self._has_fp8_weights else "0")):
+            self._switches.setdefault(name, (value, os.environ.get(name)))
+            os.environ[name] = value
         if device == "cpu":
             # vLLM binds its ranks to cores of their own otherwise, and refuses where there are fewer cores than ranks.
             os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
@@ -131,7 +137,15 @@ class EngineFolder:
         return self.log.read_text(errors="replace").splitlines() if self.log.is_file() else []
 
     def remove(self) -> None:
-        """Delete the folder; calling it twice is fine."""
+        """Delete the folder and put the plugin's switches back; calling it twice is fine."""
+        while self._switches:
+            name, (value, before) = self._switches.popitem()
+            if os.environ.get(name) != value:
+                continue  # another engine of this process has set it since
+            if before is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = before
         if os.environ.get(_LOGGING) == str(self._logging):
             # The next engine of this process would look for its logging there, and not start.
             del os.environ[_LOGGING]
@@ -202,6 +216,11 @@ def failure(
     words = str(error)
     tail = f"; {lost[0]}" if lost[0] and lost[0] not in words else ""
     tail += f"; the engine's first error was {first}" if first else ""
+    if _NO_KERNEL in words + first:
+        tail += (
+            "; for FP8 weights the kernels come from the vLLM plugin 'nemo_rl_keep_weights' of nemo-rl-vllm, which did not run: "
+            "where VLLM_PLUGINS is set, add it there"
+        )
     tail += f"; its last lines:\n{lines}" if lines else ""
     return GenerationError(
         f"{version} failed ({phase}): {type(error).__name__}: {words}{tail}",

@@ -241,15 +241,18 @@ def _check_loadable(name: str, parameter: torch.Tensor, module: nn.Module) -> No
 def _require_fp8(parts: Mapping[str, _Part], modules: Sequence[str]) -> None:
     """Check, before the first refit, that the engine's FP8 layers are the modules that the sender casts."""
     live = {name.removesuffix(".weight") for name, part in parts.items() if part.spec.dtype == "float8_e4m3fn"}
-    for names, words in (
-        (live - set(modules), "is FP8 in the engine, and the sender does not cast it"),
-        (set(modules) - live, "is cast to FP8 by the sender, and not FP8 in the engine"),
-    ):
-        if names:
-            raise RuntimeError(
-                f"{min(names)!r} {words} ({len(names)} such modules): vLLM has other names for them than the checkpoint; keep "
-                "them in bfloat16 with vllm_cfg.quantization_ignored_layer_kws, or set vllm_cfg.precision to auto"
-            )
+    if unknown := live - set(modules):
+        # Patterns are matched against the checkpoint's names, so none of them reaches a name that is vLLM's alone.
+        raise RuntimeError(
+            f"{min(unknown)!r} is FP8 in the engine, and the sender does not cast it ({len(unknown)} such modules): vLLM has "
+            "this model under other names than its checkpoint, so it cannot be refitted with FP8 weights yet; set "
+            "vllm_cfg.precision to auto"
+        )
+    if missing := set(modules) - live:
+        raise RuntimeError(
+            f"{min(missing)!r} is cast to FP8 by the sender, and not FP8 in the engine ({len(missing)} such modules); keep "
+            "them in bfloat16 with vllm_cfg.quantization_ignored_layer_kws, or set vllm_cfg.precision to auto"
+        )
 
 
 def _scale_part(scales: LiveScales, name: str) -> _Part:

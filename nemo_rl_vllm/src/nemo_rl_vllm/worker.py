@@ -16,6 +16,7 @@ from nemo_rl_core.refit.settings import RefitSettings
 from nemo_rl_vllm.bounded import EngineProcesses
 from nemo_rl_vllm.checks import check_settings
 from nemo_rl_vllm.engine import EngineFolder, engine_arguments, engine_version, failure
+from nemo_rl_vllm.engine_plugin import keep_weights_loadable
 
 __all__ = ["VllmGenerationWorker"]
 
@@ -150,6 +151,9 @@ class VllmGenerationWorker:
                 "vllm_cfg.kv_cache_dtype to auto"
             )
         arguments = engine_arguments(self.settings, self._folder, rank=self.rank, device=self.device)
+        if self.settings.fp8_weights is not None:
+            # An engine in this process, or in a fork of it, runs vLLM's plugins no second time after another engine.
+            keep_weights_loadable()
         return vllm.LLM(**arguments)
 
     def _prepare(self) -> None:

@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from nemo_rl_core.errors import ConfigError
-from nemo_rl_core.fp8.ignored_layers import FUSED, IgnoreRules, resolve_ignored_layers
+from nemo_rl_core.fp8.ignored_layers import FUSED, IgnoreRules, narrow_patterns, resolve_ignored_layers
 
 ATTENTION = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj")
 MLP = ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
@@ -64,6 +64,11 @@ def test_router_gates_stay_by_default_and_gate_projections_do_not():
         "model.decoder.embed_positions",
         "transformer.word_embeddings",
         "model.language_model.embed_tokens_per_layer",
+        "model.layers.0.block_sparse_moe.router.layer",
+        "model.layers.0.mlp.gate.wg",
+        "model.layers.0.altup.modality_router",
+        "model.layers.0.altup.prediction_coefs",
+        "model.layers.0.altup.correction_coefs",
     ],
 )
 def test_other_families_gates_heads_and_embeddings_stay(name):
@@ -118,17 +123,18 @@ def test_a_star_stays_inside_its_component():
 @pytest.mark.parametrize(
     ("pattern", "advice"),
     [
-        ("mlp.gat", r"it is a part of components, as in 'model\.layers\.0\.mlp\.gate_proj'.*write '\*mlp\*\.\*gat\*'"),
+        ("mlp.gat", r"it is a part of components, as in 'model\.layers\.0\.mlp\.gate_proj'.*write 'gate_up_proj'"),
         ("layer", r"it is a part of components.*write '\*layer\*'"),
         ("dwon_proj", r"near it are 'down_proj'"),
         ("linear_attn.in_proj_qkv", r"near it are|the modules' names end in"),
         ("zzzz", r"the modules' names end in .*down_proj.*lm_head"),
-        ("layers.12", r"hits no module"),
+        ("layers.12", r"'layers' are numbered from 0 to 11"),
+        ("qkv*", r"write 'qkv_proj', which stands for 'q_proj', 'k_proj', 'v_proj'"),
     ],
 )
 def test_a_pattern_that_hits_nothing_is_an_error_with_near_names(pattern, advice):
     """Q40: a pattern that never matched left the layer quantised without a scale."""
-    with pytest.raises(ConfigError, match=f"hits no module; .*{advice}" if advice != "hits no module" else advice):
+    with pytest.raises(ConfigError, match=f"hits no module; .*{advice}"):
         resolve_ignored_layers(dense(), ignoring("down_proj", pattern))
 
 
@@ -170,6 +176,39 @@ def test_a_member_of_a_module_that_the_model_fuses_itself_is_pointed_to_it():
     with pytest.raises(ConfigError, match="this model has 'qkv_proj', which holds 'q_proj': ignore it whole"):
         resolve_ignored_layers(names, ignoring("q_proj"))
     assert resolve_ignored_layers(names, ignoring("qkv_proj")).cast == tuple(names[1:])
+
+
+@pytest.mark.parametrize(
+    ("pattern", "way_out"),
+    [
+        ("up_proj", ("shared_expert.gate_up_proj",)),
+        ("down_proj", ("shared_expert.down_proj",)),
+        ("layers.1.mlp.shared_expert.up_proj", ("layers.1.mlp.shared_expert.gate_up_proj",)),
+    ],
+)
+def test_the_way_out_of_half_a_group_leaves_the_experts_cast(pattern, way_out):
+    """What the message says is followed word by word; it must not be the next error, nor hit the experts."""
+    with pytest.raises(ConfigError) as refused:
+        resolve_ignored_layers(mixture(), ignoring(pattern))
+    assert all(repr(each) in str(refused.value) for each in way_out)
+    resolved = resolve_ignored_layers(mixture(), ignoring(*way_out))
+    assert not any(".experts." in name for name in resolved.ignored)
+
+
+def test_the_narrowest_pattern_hits_whole_groups_and_nothing_else():
+    names = [*mixture(2), "model.layers.2.mlp.gate_proj", "model.layers.2.mlp.up_proj", "model.layers.2.mlp.down_proj"]
+    for wanted, patterns in (
+        (["model.layers.2.mlp.up_proj"], ("mlp.gate_up_proj",)),
+        (["model.layers.2.mlp.up_proj", "model.layers.2.mlp.down_proj"], ("mlp.gate_up_proj", "mlp.down_proj")),
+        ([f"model.layers.{i}.mlp.shared_expert.gate_proj" for i in range(2)], ("shared_expert.gate_up_proj",)),
+        (["model.layers.1.mlp.shared_expert.gate_proj"], ("layers.1.mlp.shared_expert.gate_up_proj",)),
+        ([f"model.layers.{i}.mlp.experts.0.up_proj" for i in range(2)], ("mlp.experts",)),
+        (["model.layers.1.mlp.experts.0.up_proj"], ("layers.1.mlp.experts",)),
+        ([f"model.layers.{i}.self_attn.k_proj" for i in range(2)], ("qkv_proj",)),
+    ):
+        assert narrow_patterns(wanted, names) == patterns
+        hit = {name for found in resolve_ignored_layers(names, ignoring(*patterns)).hits.values() for name in found}
+        assert set(wanted) <= hit
 
 
 @pytest.mark.parametrize("pattern", ["experts.1", "layers.0.mlp.experts.0.down_proj", "experts.*.down_proj"])
@@ -217,7 +256,10 @@ def test_the_number_of_layers_can_be_given_where_the_last_ones_have_no_linears()
 
 def test_several_stacks_need_a_prefix():
     names = dense(4, "model.language_model.layers") + [f"model.visual.blocks.{i}.attn.proj" for i in range(6)]
-    with pytest.raises(ConfigError, match=r"need one stack .*'model\.language_model\.layers', 'model\.visual\.blocks'"):
+    with pytest.raises(
+        ConfigError,
+        match=r"need one stack .*'model\.language_model\.layers', 'model\.visual\.blocks'.* write .*'model\.language_model\.layers\.0'",
+    ):
         resolve_ignored_layers(names, IgnoreRules(num_first_layers_in_bf16=1))
     rules = IgnoreRules(num_first_layers_in_bf16=1, layers_prefix="model.language_model.layers")
     resolved = resolve_ignored_layers(names, rules)

@@ -140,6 +140,14 @@ def test_matrices_have_the_names_and_shapes_of_a_checkpoint_and_experts_their_id
     assert not any("norm" in name for name in shapes)
 
 
+def test_experts_in_one_tensor_come_with_three_dimensions():
+    """What no refit casts is told, so that a backend can refuse it."""
+    config = {**MODEL, "model_type": "granitemoe", "num_local_experts": 4, "num_experts_per_tok": 2}
+    shapes = matrix_shapes(ModelSettings(hf_config=config, max_total_sequence_length=32))
+    stacks = {name.rpartition(".")[2] for name, shape in shapes.items() if len(shape) == 3}
+    assert stacks == {"input_linear", "output_linear"}
+
+
 def test_a_config_of_which_no_model_can_be_built_is_one_error():
     with pytest.raises(ModelError, match="no model can be built from this config"):
         matrix_shapes(ModelSettings(hf_config={**MODEL, "hidden_act": "no such thing"}, max_total_sequence_length=32))

@@ -143,7 +143,7 @@ def settle_fp8_weights(spec: BackendSpec, settings: GenerationSettings) -> Fp8We
     if not spec.fp8_weights:
         return None
 
-    def shapes() -> Mapping[str, tuple[int, int]]:
+    def shapes() -> Mapping[str, tuple[int, ...]]:
         # Building a model takes seconds, and torch, which is not needed where nothing is cast.
         from nemo_rl_core.workers.fp8_weights import matrix_shapes
 

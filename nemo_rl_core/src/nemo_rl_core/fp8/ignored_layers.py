@@ -18,7 +18,7 @@ from types import MappingProxyType
 
 from nemo_rl_core.errors import ConfigError
 
-__all__ = ["FUSED", "IgnoreRules", "ResolvedLayers", "resolve_ignored_layers"]
+__all__ = ["FUSED", "IgnoreRules", "ResolvedLayers", "narrow_patterns", "resolve_ignored_layers"]
 
 #: Modules that engines fuse into one, with the members that a checkpoint has; they have one precision.
 FUSED: Mapping[str, tuple[str, ...]] = MappingProxyType(
@@ -34,7 +34,10 @@ FUSED: Mapping[str, tuple[str, ...]] = MappingProxyType(
 # Last components. Their rounding moves the logits, or the choice of experts, of every token.
 _HEADS = frozenset({"lm_head", "embed_out", "score"})
 _EMBEDDINGS = re.compile(r"embed_tokens(_per_layer)?|embed_positions|embed_in|word_embeddings|wte|wpe|embeddings?")
-_ROUTERS = frozenset({"gate", "router", "shared_expert_gate"})
+# Any component: a router may be a module with a layer inside. ``gate_proj`` and ``gate_up_proj`` are no gates.
+_ROUTER = re.compile(r"(.+_)?(gate|router)")
+#: Gemma 3n's coefficients between its copies of the hidden state: its router's outputs times these.
+_COEFFICIENTS = frozenset({"prediction_coefs", "correction_coefs"})
 _EXPERT = re.compile(r"(.*\.experts)(?:\.[0-9]+)?\..+")
 _LAYER = re.compile(r"(.+?)\.([0-9]+)\..+")
 _PATTERN = re.compile(r"[A-Za-z0-9_*-]+(?:\.[A-Za-z0-9_*-]+)*")
@@ -153,6 +156,58 @@ def resolve_ignored_layers(
     )
 
 
+def narrow_patterns(
+    wanted: Iterable[str],
+    names: Iterable[str],
+    ignored: Iterable[str] = (),
+    fused: Mapping[str, tuple[str, ...]] = FUSED,
+) -> tuple[str, ...]:
+    """Return the shortest patterns that hit some modules, whatever has one precision with them, and nothing else.
+
+    Args:
+        wanted: Names of the modules that are to stay.
+        names: Names of all modules.
+        ignored: Names of those that stay in any case, which a pattern may hit too.
+        fused: Fused name to member names.
+    """
+    names, groups = tuple(names), {}
+    for name in names:
+        groups.setdefault(_group_of(name, fused), []).append(name)
+    missing = dict.fromkeys(_group_of(name, fused) for name in wanted)
+    may_hit = frozenset(ignored).union(*(groups[group] for group in missing))
+    others = [f".{name}." for name in names if name not in may_hit]
+    found = []
+    while missing:
+        group = next(iter(missing))
+        pattern = next(tail for tail in _tails(group) if not _hits_any(tail, others, fused) or tail == group)
+        found.append(pattern)
+        for each in [each for each in missing if each == group or f".{each}".endswith(f".{pattern}")]:
+            del missing[each]
+    return tuple(found)
+
+
+def _group_of(name: str, fused: Mapping[str, tuple[str, ...]]) -> str:
+    """Return the name of what an engine keeps as one module: a layer's experts, a fused layer, or the module itself."""
+    if match := _EXPERT.fullmatch(name):
+        return match[1]
+    parent, _, last = name.rpartition(".")
+    whole = next((whole for whole, members in fused.items() if last in members), last)
+    return f"{parent}.{whole}".lstrip(".")
+
+
+def _tails(group: str) -> list[str]:
+    """Return the ends of a name, from the shortest; none that begins with a number, or is ``experts`` alone."""
+    parts = group.split(".")
+    tails = [".".join(parts[start:]) for start in reversed(range(len(parts))) if not parts[start].isdigit()]
+    return [tail for tail in tails if tail not in ("experts", group)] + [group]
+
+
+def _hits_any(pattern: str, dotted: Iterable[str], fused: Mapping[str, tuple[str, ...]]) -> bool:
+    """Say whether a pattern without a star hits one of the names, each of which stands between two dots."""
+    spellings = [f".{spelling}." for spelling in _spellings(pattern, fused)]
+    return any(spelling in name for name in dotted for spelling in spellings)
+
+
 def _never_cast(name: str) -> str | None:
     """Return why a module is never cast, or None."""
     last = name.rpartition(".")[2]
@@ -160,17 +215,27 @@ def _never_cast(name: str) -> str | None:
         return "output head, never cast"
     if _EMBEDDINGS.fullmatch(last):
         return "embedding, never cast"
-    return "router gate, never cast" if last in _ROUTERS else None
+    if last in _COEFFICIENTS or any(_ROUTER.fullmatch(part) for part in name.split(".")):
+        return "router gate, never cast"
+    return None
 
 
 def _hit(pattern: str, names: tuple[str, ...], fused: Mapping[str, tuple[str, ...]]) -> tuple[str, ...]:
     """Return the names that a pattern hits, also by the members of a fused name at its end."""
-    *front, last = pattern.split(".")
-    spellings = [pattern, *(".".join([*front, member]) for member in fused.get(last, ()))]
-    expressions = [_expression(spelling) for spelling in spellings]
-    if found := tuple(name for name in names if any(each.search(name) for each in expressions)):
+    if found := _matches(pattern, names, fused):
         return found
     raise ConfigError(f"quantization_ignored_layer_kws: {pattern!r} hits no module; {_advice(pattern, names, fused)}")
+
+
+def _matches(pattern: str, names: tuple[str, ...], fused: Mapping[str, tuple[str, ...]]) -> tuple[str, ...]:
+    expressions = [_expression(spelling) for spelling in _spellings(pattern, fused)]
+    return tuple(name for name in names if any(each.search(name) for each in expressions))
+
+
+def _spellings(pattern: str, fused: Mapping[str, tuple[str, ...]]) -> list[str]:
+    """Return a pattern, and where it ends in a fused name, also with each of its members."""
+    *front, last = pattern.split(".")
+    return [pattern, *(".".join([*front, member]) for member in fused.get(last, ()))]
 
 
 def _expression(pattern: str) -> re.Pattern[str]:
@@ -184,9 +249,27 @@ def _advice(pattern: str, names: tuple[str, ...], fused: Mapping[str, tuple[str,
     for whole, members in fused.items():
         if last in members and any(name.rpartition(".")[2] == whole for name in names):
             return f"this model has {whole!r}, which holds {last!r}: ignore it whole or not at all"
+        has_members = any(name.rpartition(".")[2] in members for name in names)
+        if has_members and "*" in last and last.strip("*") and _expression(last).search(whole):
+            written = ".".join([*pattern.split(".")[:-1], whole])
+            return f"a fused name takes no star: write {written!r}, which stands for {', '.join(map(repr, members))}"
     if inside := [name for name in names if pattern.replace("*", "") in name]:
         starred = ".".join(part if part == "*" else f"*{part.strip('*')}*" for part in pattern.split("."))
-        return f"it is a part of components, as in {inside[0]!r}: a pattern is whole components, so write {starred!r}"
+        hit = frozenset(_matches(starred, names, fused))
+        groups = {_group_of(name, fused) for name in hit}
+        whole = [name for name in names if _group_of(name, fused) in groups]
+        # Half of a fused layer would be the next error.
+        written = [starred] if len(whole) == len(hit) else narrow_patterns(hit, names, fused=fused)
+        return (
+            f"it is a part of components, as in {inside[0]!r}: a pattern is whole components, so write "
+            f"{', '.join(repr(each) for each in written)}"
+        )
+    if match := re.fullmatch(r"(.*?)\.?([0-9]+)", pattern):
+        numbers = {
+            int(found[1]) for name in names if (found := re.search(rf"(?:^|\.){re.escape(match[1])}\.([0-9]+)\.", name))
+        }
+        if match[1] and numbers:
+            return f"{match[1]!r} are numbered from {min(numbers)} to {max(numbers)}"
     parts = sorted({part for name in names for part in name.split(".") if not part.isdigit()})
     if near := difflib.get_close_matches(last, parts, 3, 0.5):
         return f"near it are {', '.join(repr(part) for part in near)}"
@@ -231,7 +314,7 @@ def _prefix(stacks: Mapping[str, object], wanted: str | None) -> str:
     if wanted is None and len(stacks) != 1:
         raise ConfigError(
             f"num_first_layers_in_bf16 and num_last_layers_in_bf16 need one stack of numbered layers, this model has "
-            f"{found}; set layers_prefix to one of them, or write patterns such as 'layers.0'"
+            f"{found}; leave both out and write patterns such as '{next(iter(stacks), 'layers')}.0'"
         )
     return next(iter(stacks)) if wanted is None else wanted
 
@@ -240,20 +323,33 @@ def _require_whole_groups(
     names: tuple[str, ...], ignored: Mapping[str, str], fused: Mapping[str, tuple[str, ...]]
 ) -> None:
     """Refuse a fused module, or the experts of one layer, of which a part stays and a part is cast."""
-    owner = {member: whole for whole, members in fused.items() for member in members}
     groups: dict[str, list[str]] = {}
     for name in names:
-        parent, _, last = name.rpartition(".")
-        if match := _EXPERT.fullmatch(name):
-            groups.setdefault(match[1], []).append(name)
-        elif last in owner:
-            groups.setdefault(f"{parent}.{owner[last]}".lstrip("."), []).append(name)
-    for group, members in groups.items():
-        stays = [name for name in members if name in ignored]
-        if stays and len(stays) < len(members):
-            goes = next(name for name in members if name not in ignored)
-            raise ConfigError(
-                f"the engine keeps {group!r} as one module, so its {len(members)} members have one precision: "
-                f"{stays[0]!r} is ignored ({ignored[stays[0]]}) and {goes!r} is not; ignore all of them with "
-                f"{group.rpartition('.')[2]!r}, or none"
-            )
+        groups.setdefault(_group_of(name, fused), []).append(name)
+    cut = {
+        group: stays
+        for group, members in groups.items()
+        if 0 < len(stays := [name for name in members if name in ignored]) < len(members)
+    }
+    for group, stays in cut.items():
+        members = groups[group]
+        goes = next(name for name in members if name not in ignored)
+        of_experts = bool(_EXPERT.fullmatch(goes))
+        alike = [each for each in cut if bool(_EXPERT.fullmatch(groups[each][0])) == of_experts]
+        patterns = narrow_patterns((groups[each][0] for each in alike), names, ignored, fused)
+        way_out = f"ignore all of them with {', '.join(repr(each) for each in patterns)}, or none"
+        if of_experts and (narrow := _beside_experts(ignored[stays[0]], names, ignored, fused)):
+            way_out += f"; for what is no expert write {narrow} instead"
+        raise ConfigError(
+            f"the engine keeps {group!r} as one module, so its {len(members)} members have one precision: "
+            f"{stays[0]!r} is ignored ({ignored[stays[0]]}) and {goes!r} is not; {way_out}"
+        )
+
+
+def _beside_experts(
+    reason: str, names: tuple[str, ...], ignored: Mapping[str, str], fused: Mapping[str, tuple[str, ...]]
+) -> str:
+    """Return the patterns for what one pattern hit beside experts, or an empty text."""
+    hit = [name for name, why in ignored.items() if why == reason and not _EXPERT.fullmatch(name)]
+    kept = [name for name, why in ignored.items() if why != reason]
+    return ", ".join(repr(each) for each in narrow_patterns(hit, names, kept, fused))

@@ -17,10 +17,15 @@ __all__ = ["Fp8Caster", "matrix_shapes"]
 _WEIGHT, _SCALE = ".weight", ".weight_scale_inv"
 
 
-def matrix_shapes(settings: ModelSettings) -> dict[str, tuple[int, int]]:
+#: A stack of matrices is at least so wide; what is narrower is the kernel of a convolution.
+_LEAST_WIDTH = 16
+
+
+def matrix_shapes(settings: ModelSettings) -> dict[str, tuple[int, ...]]:
     """Return the shape of every matrix of a model by its module's name, as in a checkpoint; loads no weights.
 
-    Linear layers, embeddings, heads and router gates have one; a matrix that is no module's ``weight`` is left out.
+    Linear layers, embeddings, heads and router gates have one, [N, K]; a matrix that is no module's ``weight`` is left out.
+    Experts that a checkpoint too has in one tensor come with its name and three dimensions, [E, N, K].
 
     Raises:
         ModelError: If the model cannot be built from its config.
@@ -34,8 +39,9 @@ def matrix_shapes(settings: ModelSettings) -> dict[str, tuple[int, int]]:
     names, found = CheckpointNames(model), {}
     for live, tensor in live_tensors(model):
         for name, part in names.parts(live, tensor):
-            if name.endswith(_WEIGHT) and part.ndim == 2:
-                found[name.removesuffix(_WEIGHT)] = (part.shape[0], part.shape[1])
+            is_stack = part.ndim == 3 and min(part.shape[1:]) >= _LEAST_WIDTH
+            if (name.endswith(_WEIGHT) and part.ndim == 2) or is_stack:
+                found[name.removesuffix(_WEIGHT)] = tuple(part.shape)
     return found
 
 
