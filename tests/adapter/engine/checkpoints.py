@@ -66,15 +66,22 @@ class Checkpoint:
 
 
 def make(folder: Path, family: str, seed: int) -> Checkpoint:
-    """Write a checkpoint of which no tensor equals that of another seed."""
-    values = dict(FAMILIES[family])
+    """Write a checkpoint of a family."""
+    return write_random(folder, FAMILIES[family], seed)
+
+
+def write_random(
+    folder: Path, hf_config: Mapping[str, Any], seed: int, *, dtype: torch.dtype = torch.float32, spread: float = 0.25
+) -> Checkpoint:
+    """Write a checkpoint of which no tensor equals that of another seed; weights have a standard deviation of ``spread``."""
+    values = dict(hf_config)
     config = AutoConfig.for_model(values.pop("model_type"), **values)
-    model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model: Any = AutoModelForCausalLM.from_config(config, dtype=dtype)
     stream = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             noise = torch.randn(parameter.shape, generator=stream)
-            parameter.copy_(1 + 0.2 * noise if "norm" in name else 0.25 * noise)
+            parameter.copy_(1 + 0.2 * noise if "norm" in name else spread * noise)
     model.save_pretrained(folder)
     character_tokenizer(CHARACTERS).save_pretrained(folder)
     return Checkpoint(folder)

@@ -8,16 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForCausalLM
+from safetensors.torch import save_file
 
-from nemo_rl_core.data.tokenizers import character_tokenizer
 from nemo_rl_core.fp8.blockwise import cast_many, dequantise, pairs_of
 from nemo_rl_core.protocols.settings import Fp8Weights, GenerationSettings, ModelSettings
 from nemo_rl_core.workers.fp8_weights import matrix_shapes
 from nemo_rl_vllm.config import VllmConfig
 from nemo_rl_vllm.fp8 import fp8_weights, init_fp8
-from tests.adapter.engine.checkpoints import CHARACTERS, CONTEXT, VOCAB, Checkpoint
+from tests.adapter.engine.checkpoints import CONTEXT, VOCAB, Checkpoint, write_random
 from tests.adapter.engine.live import settings
 
 #: HF config values; with two ranks each has 128 rows of k and v, and a block of o_proj's columns.
@@ -72,17 +70,9 @@ def settled(given: GenerationSettings) -> Fp8Weights:
 
 def make_fp8(folder: Path, seed: int, given: GenerationSettings) -> Fp8Checkpoint:
     """Write a checkpoint of which no tensor equals that of another seed."""
-    weights, values = settled(given), dict(given.model.hf_config or {})
-    config = AutoConfig.for_model(values.pop("model_type"), **values)
-    model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-    stream = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            noise = torch.randn(parameter.shape, generator=stream)
-            parameter.copy_(1 + 0.2 * noise if "norm" in name else 0.1 * noise)
-    model.save_pretrained(folder / "plain")
-    character_tokenizer(CHARACTERS).save_pretrained(folder / "plain")
-    plain = load_file(folder / "plain" / "model.safetensors")
+    weights = settled(given)
+    checkpoint = write_random(folder / "plain", given.model.hf_config or {}, seed, dtype=torch.bfloat16, spread=0.1)
+    plain = checkpoint.tensors
     cast = cast_tensors(plain, weights)
     pairs = pairs_of(cast)
     rounded = plain | {f"{name}.weight": dequantise(pair, torch.bfloat16) for name, pair in pairs.items()}
@@ -91,7 +81,7 @@ def make_fp8(folder: Path, seed: int, given: GenerationSettings) -> Fp8Checkpoin
         config.update(init_fp8(weights, {})["hf_overrides"])
 
     return Fp8Checkpoint(
-        plain=Checkpoint(folder / "plain"),
+        plain=checkpoint,
         cast=_write(folder / "cast", folder / "plain", cast, quantised),
         rounded=_write(folder / "rounded", folder / "plain", rounded, lambda _: None),
     )

@@ -87,9 +87,8 @@ def text_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
     try:
         # transformers annotates a union that includes None; at run time it is a tokenizer or an exception.
         tokenizer: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True)
-    except (
-        Exception
-    ) as error:  # a tokenizer's files may break anything in there, and its Rust side raises the root class
+    # A tokenizer's files may break anything in there, and its Rust side raises the root class.
+    except Exception as error:
         reason = " ".join(text_of(error).split())[:300]
         raise ModelError(
             f"no tokenizer could be loaded from {str(folder)!r}: {type(error).__name__}: {reason}; repair its files, or give "
